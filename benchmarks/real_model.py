@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 
@@ -22,7 +21,6 @@ from benchmarks.harness.scenarios import SCRATCH
 from benchmarks.harness.server import Server, ServerError, cpu_environment, run_benchmark
 from vllm_kvevict.policies import available
 from vllm_kvevict.quality import checkpoint
-from vllm_kvevict.quality.fidelity import Fidelity, is_full
 from vllm_kvevict.quality.findings import read_folder, too_hard
 from vllm_kvevict.quality.measures import Measures
 from vllm_kvevict.quality.options import BUDGETS, parse_budget, parse_policy
@@ -34,13 +32,12 @@ from vllm_kvevict.schedules.registry import bounded_policies
 CONTROL = "streaming-llm"
 """It keeps the beginning and the end, so it must miss what lies between."""
 TABLE = "table.md"
-HEADER = ["policy", "budget", "score, share of the full cache's", "agreement", "KL", "cost of an eviction"]
+HEADER = ["policy", "budget", "score, share of the full cache's", "agreement", "KL"]
 MEANING = (
     "Score: the mean over the tasks that count, those in which the full cache gets at least 0.8, as a share of the "
     "full cache's on the same samples. Agreement and KL: how often the compressed cache's first choice is the full "
     "cache's token, and how far the distributions are apart (nats per token, a lower bound). Brackets hold paired 95 % "
-    "bootstrap intervals. Cost: the median over the prompts of the time that a prompt took longer than with the full "
-    "cache, as a share of the latter."
+    "bootstrap intervals."
 )
 ENTRIES = (
     "entries as for vllm-kvevict quality, such as ada-snapkv:kernel=31; always measured: full, and streaming-llm, the "
@@ -207,24 +204,9 @@ def row(scores: Scores[Result], fidelity: Measures | None, column: Column) -> li
     some = "" if had.issuperset(scores.tasks) else f" ({', '.join(sorted(had))} only)"
     cells: list[str] = [f"{column.policy}{some}", budget_name(column.budget or 0), str(share or NONE)]
     if fidelity is None or not fidelity.of(column):
-        return [*cells, NONE, NONE, NONE]
-    extra = cost(fidelity.measures, column)
-    found = (fidelity.agreement.mean(column), fidelity.divergence.mean(column))
-    return [*cells, *(str(mean or NONE) for mean in found), NONE if extra is None else f"{extra:+.0%}"]
-
-
-def cost(measures: Sequence[Fidelity], column: Column) -> float | None:
-    """How much longer a prompt takes than with the full cache, as a share: the median over prompts that both read.
-
-    Requests that score a prompt find nothing cached, so that each of them reads all of it.
-    """
-    full = {one.sample: one.seconds for one in measures if is_full(one)}
-    shares = [
-        one.seconds / full[one.sample] - 1
-        for one in measures
-        if one.column == column and full.get(one.sample)
-    ]
-    return median(shares) if shares else None
+        return [*cells, NONE, NONE]
+    means = (fidelity.agreement.mean(column), fidelity.divergence.mean(column))
+    return [*cells, *(str(mean or NONE) for mean in means)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

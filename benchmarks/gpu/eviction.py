@@ -9,13 +9,13 @@ activations and sampling are left out, so a share of it is rather too high.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import NoReturn
 
 import torch
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.gpu import common
@@ -29,7 +29,7 @@ from benchmarks.gpu.common import (
     SCALE,
     Contender,
 )
-from benchmarks.harness.measure import Estimate, estimate, shown
+from benchmarks.harness.measure import estimate, paired_ratio, shown
 from benchmarks.harness.options import budget, policy_name, whole
 from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
@@ -223,89 +223,47 @@ class Prefill:
         return found + [Contender(name, product(name)) for name in MATRICES]
 
 
-@dataclass
-class Length:
-    """What was measured at one prompt length.
-
-    Attributes:
-        tokens, layers: of the prompt and the model.
-        times: of the parts of one layer's prefill, and of the evictions.
-    """
-
-    tokens: int
-    layers: int
-    times: dict[str, common.Times]
-
-    @property
-    def prefill_ms(self) -> list[float]:
-        """Of all layers, by round."""
-        rounds = zip(*(self.times[name].ms for name in (ATTENTION, *MATRICES)), strict=True)
-        return [self.layers * sum(parts) for parts in rounds]
-
-    def share(self, policy: str) -> Estimate:
-        """An eviction's share of the prefill."""
-        both = zip(self.times[policy].ms, self.prefill_ms, strict=True)
-        return estimate([eviction / prefill for eviction, prefill in both])
-
-    def summary(self, policies: Sequence[str]) -> dict[str, Any]:
-        """For the record."""
-        return {
-            "tokens": self.tokens,
-            "prefill_ms": asdict(estimate(self.prefill_ms)),
-            "policies": {
-                policy: {
-                    "ms": asdict(estimate(self.times[policy].ms)),
-                    "of_prefill": asdict(self.share(policy)),
-                }
-                for policy in policies
-            },
-            "raw": {name: asdict(times) for name, times in self.times.items()},
-        }
+def prefill_ms(times: Mapping[str, common.Times], layers: int) -> list[float]:
+    """Milliseconds of all layers, by round."""
+    rounds = zip(*(times[name].ms for name in (ATTENTION, *MATRICES)), strict=True)
+    return [layers * sum(parts) for parts in rounds]
 
 
-def show(lengths: Sequence[Length], policies: Sequence[str], budget: float) -> Table:
-    """A row per length and policy."""
-    title = f"eviction of one prompt to {budget:g}, {lengths[0].layers} layers"
-    columns = ("evicting ms [95 %]", "prefill ms", "of prefill [95 %]")
-    rows = table(title, ["tokens", "policy"], columns)
-    for length in lengths:
-        prefill = f"{estimate(length.prefill_ms).median:.4g}"
-        for policy in policies:
-            evicting = shown(estimate(length.times[policy].ms))
-            rows.add_row(str(length.tokens), policy, evicting, prefill, shown(length.share(policy)))
-    return rows
+def time_length(
+    tokens: int, layers: int, configs: Sequence[EvictionConfig], rounds: int, timer: common.Timer
+) -> dict[str, common.Times]:
+    """Time evictions and the parts of the prefill in turns."""
+    prompt, prefill = Prompt(tokens, layers), Prefill(tokens, common.FlashAttention())
+    prefill.check()
+    contenders = prefill.contenders() + [prompt.contender(config) for config in configs]
+    return common.take_turns(contenders, rounds, timer)
 
 
 def measure(arguments: argparse.Namespace) -> Found:
     """Every length, once the evictions' answers are found right."""
     configs = [policy_config(policy, arguments.budget) for policy in arguments.policies]
-    lengths = []
+    title = f"eviction of one prompt to {arguments.budget:g}, {arguments.layers} layers"
+    columns = ("evicting ms [95 %]", "prefill ms", "of prefill [95 %]")
+    rows, lengths, notes, targets = table(title, ["tokens", "policy"], columns), [], [], []
     with common.device() as timer:
-        attend = common.FlashAttention()
         for config in configs:
             check_eviction(config, CHECKED_TOKENS, min(CHECKED_LAYERS, arguments.layers))
         for tokens in track(arguments.lengths, "lengths"):
-            prompt, prefill = Prompt(tokens, arguments.layers), Prefill(tokens, attend)
-            prefill.check()
-            contenders = prefill.contenders() + [prompt.contender(config) for config in configs]
-            times = common.take_turns(contenders, arguments.rounds, timer)
-            lengths.append(Length(tokens, arguments.layers, times))
-    targets = [
-        Target(f"{policy}, {length.tokens} tokens, share of the prefill", length.share(policy), TARGET, True)
-        for length in lengths
-        if length.tokens == TARGET_LENGTH
-        for policy in arguments.policies
-    ]
-    return Found(
-        {
-            "flash_attention_version": attend.version,
-            "lengths": [length.summary(arguments.policies) for length in lengths],
-        },
-        [show(lengths, arguments.policies, arguments.budget)],
-        targets=targets,
-        notes=common.late_notes([times for length in lengths for times in length.times.values()]),
-        card=common.card(),
-    )
+            times = time_length(tokens, arguments.layers, configs, arguments.rounds, timer)
+            notes += common.late_notes([*times.values()])
+            whole, policies = prefill_ms(times, arguments.layers), {}
+            for policy in arguments.policies:
+                ms = times[policy].ms
+                took, share = estimate(ms), paired_ratio(ms, whole)
+                rows.add_row(str(tokens), policy, shown(took), f"{median(whole):.4g}", shown(share))
+                policies[policy] = {"ms": asdict(took), "of_prefill": asdict(share)}
+                if tokens == TARGET_LENGTH:
+                    name = f"{policy}, {tokens} tokens, share of the prefill"
+                    targets.append(Target(name, share, TARGET, at_most=True))
+            raw = {name: asdict(of) for name, of in times.items()}
+            prefill = asdict(estimate(whole))
+            lengths.append({"tokens": tokens, "prefill_ms": prefill, "policies": policies, "raw": raw})
+    return Found({"lengths": lengths}, [rows], targets=targets, notes=notes, card=common.card())
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ take microseconds.
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.gpu import attention, common
 from benchmarks.gpu.common import ENTRY_BYTES, HEAD_DIM, KV_HEADS, PAGE, PAGE_ELEMENTS, QUERY_HEADS, Contender
-from benchmarks.harness.measure import Estimate, estimate, shown
+from benchmarks.harness.measure import estimate, shown
 from benchmarks.harness.options import whole
 from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
@@ -196,23 +194,6 @@ def decoding(batch: int, context: int) -> Contender:
     return Contender(f"paged_decode, {batch} requests, one layer", run, moved)
 
 
-def times_floor(one: Contender, times: common.Times, bandwidth: float) -> Estimate:
-    """Time over the floor."""
-    return estimate([ms * 1e-3 * bandwidth / one.moved for ms in times.ms])
-
-
-def show(
-    contenders: Sequence[Contender], times: dict[str, common.Times], bandwidth: float, context: int
-) -> Table:
-    """A row per kernel."""
-    title = f"Triton kernels at {context} tokens; copies move {bandwidth / 1e9:,.0f} GB/s"
-    rows = table(title, ["kernel"], ("us [95 %]", "MB", "floor us", "times the floor [95 %]"))
-    for one in contenders:
-        us, ratio = shown(times[one.name].us), shown(times_floor(one, times[one.name], bandwidth))
-        rows.add_row(one.name, us, f"{one.moved / 1e6:,.1f}", f"{1e6 * one.moved / bandwidth:.3g}", ratio)
-    return rows
-
-
 def measure(arguments: argparse.Namespace) -> Found:
     """All kernels in turns."""
     context, layers, rounds = arguments.context, arguments.layers, arguments.rounds
@@ -229,25 +210,20 @@ def measure(arguments: argparse.Namespace) -> Found:
             decoding(arguments.decode_batch, context),
         ]
         times = common.take_turns(contenders, rounds, timer)
-    ratios = {one.name: times_floor(one, times[one.name], bandwidth) for one in contenders}
-    kernels = [
-        {
-            "name": one.name,
-            "bytes": one.moved,
-            "us": asdict(times[one.name].us),
-            "times_floor": asdict(ratios[one.name]),
-            **asdict(times[one.name]),
-        }
-        for one in contenders
-    ]
-    ours = [one.name for one in contenders if not one.name.startswith(TOPK)]
-    return Found(
-        {"bandwidth_GB_per_s": bandwidth / 1e9, "kernels": kernels},
-        [show(contenders, times, bandwidth, context)],
-        targets=[Target(name, ratios[name], TARGET, at_most=True) for name in ours],
-        notes=common.late_notes([*times.values()]),
-        card=common.card(),
-    )
+    title = f"Triton kernels at {context} tokens; copies move {bandwidth / 1e9:,.0f} GB/s"
+    rows = table(title, ["kernel"], ("us [95 %]", "MB", "floor us", "times the floor [95 %]"))
+    kernels, targets = [], []
+    for one in contenders:
+        of, floor = times[one.name], 1e6 * one.moved / bandwidth
+        ratio = estimate([1e3 * ms / floor for ms in of.ms])
+        rows.add_row(one.name, shown(of.us), f"{one.moved / 1e6:,.1f}", f"{floor:.3g}", shown(ratio))
+        about = {"name": one.name, "bytes": one.moved, "us": asdict(of.us), "times_floor": asdict(ratio)}
+        kernels.append(about | asdict(of))
+        if not one.name.startswith(TOPK):
+            targets.append(Target(one.name, ratio, TARGET, at_most=True))
+    results = {"bandwidth_GB_per_s": bandwidth / 1e9, "kernels": kernels}
+    notes = common.late_notes([*times.values()])
+    return Found(results, [rows], targets=targets, notes=notes, card=common.card())
 
 
 if __name__ == "__main__":

@@ -58,14 +58,10 @@ def decode(engine: Engine, steps: int, batch: int) -> Block:
 
 def check_steps(seen: Sequence[tuple[float, int, int]], steps: int, batch: int) -> None:
     """Raise RuntimeError unless these ``Outcome.steps`` are ``steps`` decode steps of ``batch`` requests."""
-    for number, (_, prompt, scheduled) in enumerate(seen):
-        if prompt or scheduled != batch:
-            raise RuntimeError(
-                f"timed step {number} had {scheduled} of {batch} requests and {prompt} prompt tokens, so it is "
-                "not pure decode"
-            )
-    if len(seen) != steps:
-        raise RuntimeError(f"{len(seen)} steps ran where {steps} were timed")
+    if (found := [(prompt, scheduled) for _, prompt, scheduled in seen]) != [(0, batch)] * steps:
+        raise RuntimeError(
+            f"{steps} steps of {batch} requests were to be pure decode; prompt tokens and requests: {found}"
+        )
 
 
 # What the parent does.

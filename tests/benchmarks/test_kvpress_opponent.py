@@ -40,18 +40,11 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Path:
-    path = tmp_path / "worker.py"
-    path.write_text(WORKER)
-    return path
-
-
-@pytest.fixture
-def opponent(worker: Path, tmp_path: Path):
-    with closing(
-        Opponent(Path(sys.executable), tmp_path, 1, "float32", worker, tmp_path / "log")
-    ) as opponent:
-        opponent.wait()
+def opponent(tmp_path: Path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    process = Opponent(Path(sys.executable), tmp_path, 1, "float32", worker, tmp_path / "log")
+    with closing(process) as opponent:
         yield opponent
 
 
@@ -63,25 +56,22 @@ class FakeSide:
         return Outcome(1.0, 0.5, work.requests * work.output_len, steps)
 
     def call(self, work, workload: Workload, policy: str) -> tuple[list[list[int]], int]:
-        return [[7] * workload.output_len, [1] * workload.output_len], 0 if policy == "full" else 321
+        return [[7] * workload.output_len, [8] * workload.output_len], 0 if policy == "full" else 321
 
 
-def test_worker_answers_and_says_its_versions(opponent: Opponent):
+def test_worker_says_its_versions_and_answers_until_it_ends(opponent: Opponent):
+    opponent.wait()
     assert opponent.versions == {"kvpress": "0", "dtype": "float32"}
-    assert opponent.generate([[1, 2]], 3, "snapkv", 0.2)["ids"] == [[7, 7, 7]]
     run = opponent.run(Workload(3, 2, 4), "snapkv", 0.2)
     assert (run.wall, run.output_tokens, run.prefill_seconds, run.decode_seconds) == (2.0, 12, 0.5, 1.5)
-
-
-def test_worker_that_ends_or_counts_other_threads_is_an_error(
-    worker: Path, opponent: Opponent, tmp_path: Path
-):
     with pytest.raises(OpponentError, match="ended"):
         opponent.generate([[-1]], 3, None, 1.0)
-    with closing(Opponent(Path(sys.executable), tmp_path, 2, "float32", worker, tmp_path / "log2")) as other:
-        other.threads = 1
-        with pytest.raises(OpponentError, match="2 threads instead of 1"):
-            other.wait()
+
+
+def test_worker_with_other_threads_is_an_error(opponent: Opponent):
+    opponent.threads = 2
+    with pytest.raises(OpponentError, match="1 threads instead of 2"):
+        opponent.wait()
 
 
 def test_figures_of_a_run_whose_prompts_were_read():
@@ -93,16 +83,14 @@ def test_figures_of_a_run_whose_prompts_were_read():
 
 
 def test_a_round_has_every_side_and_new_prompts(opponent: Opponent, at_level):
+    opponent.wait()
     seen: list[tuple[str, int]] = []
     turns = {
         name: lambda work, name=name, turn=turn: seen.append((name, work.seed)) or turn(work)
         for name, turn in make_turns(FakeSide(), opponent, 0.2).items()
     }
-    rounds = run_rounds(turns, Workload(2, 400, 4), 3)
-    names = [FULL, PLAIN, OURS, THEIRS]
-    assert seen == [(name, seed) for seed in (-1, 1, 2, 3) for name in names]
-    assert all(list(one) == names for one in rounds)
-    compared = ratios(rounds)
+    compared = ratios(run_rounds(turns, Workload(2, 400, 4), 3))
+    assert seen == [(name, seed) for seed in (-1, 1, 2, 3) for name in (FULL, PLAIN, OURS, THEIRS)]
     speeds = {pair: of["output tokens/s"].median for pair, of in compared.items()}
     assert speeds == {f"{FULL} / {PLAIN}": 2.0, f"{OURS} / {THEIRS}": 2.0}  # 1 second against 2
     at_level("avx512")
@@ -110,33 +98,23 @@ def test_a_round_has_every_side_and_new_prompts(opponent: Opponent, at_level):
     assert not missed.met and not targets(compared, "float32")
 
 
-def test_check_compares_tokens_and_entries(opponent: Opponent):
-    found = check(FakeSide(), opponent, Workload(2, 8, 2), "snapkv", 0.2)
-    assert found == {"likely_first": 0.5, "kvpress_keeps": 320, "ours_kept": 321}
-    assert "ours_kept" not in check(FakeSide(), opponent, Workload(2, 8, 2), None, 1.0)
-
-
 @pytest.mark.parametrize("wrong", [{"likely_first": 0.5}, {"ours_kept": 500}, {"kvpress_keeps": 300}])
-def test_what_does_not_compute_the_same_is_not_compared(wrong):
-    same = {"likely_first": 1.0, "kvpress_keeps": 4090}
-    kept = same | {"ours_kept": 4094}
-    require_same({"no eviction": same, POLICY: kept})
+def test_what_does_not_compute_the_same_is_not_compared(wrong, opponent: Opponent):
+    opponent.wait()
+    kept = check(FakeSide(), opponent, Workload(2, 8, 2), "snapkv", 0.2)
+    plain = check(FakeSide(), opponent, Workload(2, 8, 2), None, 1.0)
+    assert (kept["ours_kept"], kept["kvpress_keeps"]) == (321, 320) and "ours_kept" not in plain
+    require_same({"no eviction": plain, POLICY: kept})
     with pytest.raises(RuntimeError, match="not compute the same: snapkv"):
-        require_same({"no eviction": same, POLICY: kept | wrong})
+        require_same({"no eviction": plain, POLICY: kept | wrong})
 
 
 def test_environment_is_built_once(tmp_path, monkeypatch):
     calls: list = []
-
-    def run(command, check):
-        calls.append(command)
-        Path(tmp_path / "venv").mkdir(exist_ok=True)
-
-    monkeypatch.setattr(opponent_module.subprocess, "run", run)
-    folder = tmp_path / "venv"
-    assert kvpress_python(folder) == folder / "bin/python" and len(calls) == 2
+    monkeypatch.setattr(opponent_module.subprocess, "run", lambda command, check: calls.append(command))
+    for _ in range(2):
+        assert kvpress_python(tmp_path) == tmp_path / "bin/python" and len(calls) == 2
     assert {"kvpress==0.5.5", opponent_module.TORCH} <= {*calls[-1]}
-    assert kvpress_python(folder) == folder / "bin/python" and len(calls) == 2
-    (folder / ".installed").write_text("kvpress==0.5.4")
-    kvpress_python(folder)
+    (tmp_path / ".installed").write_text("kvpress==0.5.4")
+    kvpress_python(tmp_path)
     assert len(calls) == 4

@@ -8,41 +8,24 @@ import pytest
 from benchmarks.harness.scenarios import STOCK
 from benchmarks.micro import breakdown, frontend
 from benchmarks.micro.breakdown import REST, Stopwatch
+from benchmarks.micro.decode import check_steps
 from benchmarks.micro.frontend import CHAT, DOCUMENT, TURN
 from benchmarks.micro.ledger import PROMPT, decode_round, make_ledger, make_requests, make_stock
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that moves only when it is told to."""
-    now = SimpleNamespace(time=100.0)
+def test_the_time_of_what_a_function_calls_is_not_its_own(monkeypatch):
+    now = SimpleNamespace(time=100.0)  # moves only when it is told to
     monkeypatch.setattr(breakdown.time, "perf_counter", lambda: now.time)
-    return now
 
+    def spend(seconds):
+        now.time += seconds
 
-def test_the_time_of_what_a_function_calls_is_not_its_own(clock):
-    stopwatch = Stopwatch()
-
-    class Work:
-        def inner(self, seconds):
-            clock.time += seconds
-            return seconds
-
-        def outer(self):
-            clock.time += 1
-            result = self.inner(2) + self.inner(4)
-            clock.time += 8
-            return result
-
-    stopwatch.watch(Work, "inner", "inside")
-    work = Work()
+    stopwatch, work = Stopwatch(), SimpleNamespace()
+    work.inner = lambda seconds: spend(seconds) or seconds
+    work.outer = lambda: spend(1) or work.inner(2) + work.inner(4)
+    stopwatch.watch(work, "inner", "inside")
     stopwatch.watch(work, "outer", "outside")
-
-    def step():
-        clock.time += 16
-        assert work.outer() == 6
-
-    assert stopwatch.run(step) == {REST: 16, "outside": 9, "inside": 6}
+    assert stopwatch.run(lambda: spend(16) or work.outer()) == {REST: 16, "outside": 1, "inside": 6}
     assert stopwatch.run(lambda: None) == {REST: 0}
 
 
@@ -51,6 +34,13 @@ def test_medians_of_parts_and_of_steps():
     # A part that a step did not have took no time.
     found = breakdown.milliseconds([*steps[:2], {REST: 0.003}])
     assert found == pytest.approx({REST: 1, "attention": 2, breakdown.TOTAL: 3})
+
+
+@pytest.mark.parametrize("seen", [[(0.1, 7, 4)], [(0.1, 0, 3)], [(0.1, 0, 4)] * 2, []])
+def test_timed_steps_must_be_pure_decode(seen):
+    check_steps([(0.1, 0, 4)], steps=1, batch=4)
+    with pytest.raises(RuntimeError, match="pure decode"):
+        check_steps(seen, steps=1, batch=4)
 
 
 def test_both_managers_schedule_the_same_steps():

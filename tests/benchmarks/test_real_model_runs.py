@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks import real_model
 from benchmarks.harness.server import ServerError
-from benchmarks.real_model import cost, parse_arguments, row
+from benchmarks.real_model import parse_arguments, row
 from tests.quality.fake_openai import MODEL, FakeServer
 from vllm_kvevict.quality.__main__ import main as quality
-from vllm_kvevict.quality.fidelity import FIDELITY, Fidelity
-from vllm_kvevict.quality.results import RESULTS, Column, Result, read
+from vllm_kvevict.quality.fidelity import FIDELITY
+from vllm_kvevict.quality.results import Column, Result
 from vllm_kvevict.quality.scores import Scores
 
 
@@ -49,26 +49,8 @@ def run(monkeypatch):
     return measure
 
 
-def test_measures_once(tmp_path, monkeypatch, run):
+def test_measures_once_and_continues_after_an_error(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
-    given = arguments(tmp_path, "--tokens", "300", "600")
-    before = run(given)
-    folder = tmp_path / "real" / "300-prompt"
-    assert (folder / "report.md").exists()
-    settings = (folder / "settings.json").read_text()
-    assert json.loads(settings)["model"] == MODEL and "--output real/300-prompt" in settings
-    assert str(tmp_path) not in settings
-    # Nothing but whether the server evicts is asked again.
-    assert before > 8 and run(given) < before
-    columns = {Column("full"), Column("snapkv", 0.2, "prompt")}
-    assert {result.column for result in read(folder / RESULTS, Result)} == columns
-    table = (tmp_path / "real" / "table.md").read_text()
-    titles = [line for line in table.splitlines() if line.startswith("## ")]
-    assert titles == ["## 300 tokens, scope prompt", "## 600 tokens, scope prompt"]
-    assert table.count("| snapkv | 0.2 |") == 2 and "\n\n\n" not in table
-
-
-def test_continues_after_an_error(tmp_path, monkeypatch, run):
     measure = real_model.quality
 
     async def fails_at_questions(words):
@@ -79,36 +61,25 @@ def test_continues_after_an_error(tmp_path, monkeypatch, run):
     monkeypatch.setattr(real_model, "quality", fails_at_questions)
     with pytest.raises(ServerError):
         run(arguments(tmp_path))
-    assert (tmp_path / "real" / "300-prompt" / FIDELITY).exists()
+    folder = tmp_path / "real" / "300-prompt"
+    assert (folder / FIDELITY).exists()
     monkeypatch.setattr(real_model, "quality", measure)
     assert run(arguments(tmp_path)) == 4  # the questions alone
+    given = arguments(tmp_path, "--tokens", "300", "600")
+    # Nothing but whether the server evicts is asked again.
+    assert run(given) > run(given)
+    settings = (folder / "settings.json").read_text()
+    assert json.loads(settings)["model"] == MODEL and "--output real/300-prompt" in settings
+    assert (folder / "report.md").exists() and str(tmp_path) not in settings
+    table = (tmp_path / "real" / "table.md").read_text()
+    titles = [line for line in table.splitlines() if line.startswith("## ")]
+    assert titles == ["## 300 tokens, scope prompt", "## 600 tokens, scope prompt"]
+    assert table.count("| snapkv | 0.2 |") == 2 and "\n\n\n" not in table
 
 
 def test_the_control_is_always_measured_and_take_is_not():
     policies = parse_arguments([]).policies
     assert policies[:2] == ["full", "streaming-llm"] and "take" not in policies
-
-
-def measured(index: int, column: Column, seconds: float) -> Fidelity:
-    return Fidelity(
-        *("text/number", 300, None, index, column.policy, column.budget, column.scope),
-        first=1,
-        agrees=(True,),
-        differences=(0.0,),
-        divergences=(0.0,),
-        prompt_tokens=300,
-        evict_at=300,
-        whole=False,
-        seconds=seconds,
-    )
-
-
-def test_cost_is_paired():
-    full, other = Column("full"), Column("snapkv", 0.2, "prompt")
-    measures = [measured(index, full, seconds) for index, seconds in enumerate((1.0, 10.0, 2.0))]
-    measures += [measured(index, other, seconds) for index, seconds in enumerate((1.1, 11.0, 4.0))]
-    assert cost(measures, other) == pytest.approx(0.1) and cost(measures, full) == 0
-    assert cost(measures[:3], other) is None
 
 
 def test_a_policy_that_had_some_of_the_tasks_says_so():

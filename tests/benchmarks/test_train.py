@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.quality.tokenizer import make_tokenizer, vocabulary
 from benchmarks.quality.train import (
     MAX_POSITIONS,
     Conversations,
@@ -29,12 +28,6 @@ def test_targets_are_the_next_tokens_of_answers(length, repeats):
     assert repeats or bool((positions.diff() > 1).any())
 
 
-def test_answers_count_only_whole():
-    targets = torch.tensor([[-100, 3, 4, -100, 5, -100, 6, 7]])
-    guesses = torch.tensor([[9, 3, 4, 9, 0, 9, 6, 7]])
-    assert answers_right(guesses, targets) == (1, 2)
-
-
 def test_a_step_lowers_the_loss():
     torch.manual_seed(0)
     model = LlamaForCausalLM(config(64, 2))
@@ -42,14 +35,5 @@ def test_a_step_lowers_the_loss():
     optimizers = make_optimizers(model, 3e-3)
     losses = [learn(model, optimizers, batch)[0] for _ in range(8)]
     assert losses[-1] < losses[0] - 0.5
-
-
-def test_tokenizer_gives_back_what_it_reads():
-    tokenizer = make_tokenizer()
-    text = "what apple ? one . two"
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids).split()[-3:] == ["one", ".", "two"]
-    assert len(vocabulary()) == len(tokenizer)
-    chat = [{"role": "system", "content": "one ."}, {"role": "user", "content": "what ?"}]
-    shown = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.tokenize(shown) == ["<system>", "one", ".", "<user>", "what", "?", "<assistant>"]
+    right, answers = answers_right(torch.where(batch[2] < 0, 0, batch[2]), batch[2])
+    assert right == answers > 0
