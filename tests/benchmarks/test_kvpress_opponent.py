@@ -1,12 +1,13 @@
 """The comparison with kvpress, without kvpress and without an engine: a small program plays the worker."""
 
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.sides import Outcome, Workload
+from benchmarks.kvpress import __main__ as kvpress
 from benchmarks.kvpress import opponent as opponent_module
 from benchmarks.kvpress.__main__ import (
     FIGURES,
@@ -19,10 +20,10 @@ from benchmarks.kvpress.__main__ import (
     make_turns,
     ratios,
     run_rounds,
-    targets,
 )
 from benchmarks.kvpress.check import check, require_same
 from benchmarks.kvpress.opponent import Opponent, OpponentError, kvpress_python
+from benchmarks.micro import loop
 
 WORKER = """
 import json, os, sys
@@ -82,7 +83,7 @@ def test_figures_of_a_run_whose_prompts_were_read():
         all_read(outcome, Workload(2, 33, 10))
 
 
-def test_a_round_has_every_side_and_new_prompts(opponent: Opponent, at_level):
+def test_a_round_has_every_side_and_new_prompts(opponent: Opponent):
     opponent.wait()
     seen: list[tuple[str, int]] = []
     turns = {
@@ -93,9 +94,21 @@ def test_a_round_has_every_side_and_new_prompts(opponent: Opponent, at_level):
     assert seen == [(name, seed) for seed in (-1, 1, 2, 3) for name in (FULL, PLAIN, OURS, THEIRS)]
     speeds = {pair: of["output tokens/s"].median for pair, of in compared.items()}
     assert speeds == {f"{FULL} / {PLAIN}": 2.0, f"{OURS} / {THEIRS}": 2.0}  # 1 second against 2
+
+
+def test_what_was_compared_is_printed_and_saved(opponent: Opponent, monkeypatch, at_level, capsys):
     at_level("avx512")
-    (missed,) = targets(compared, "bfloat16")
-    assert not missed.met and not targets(compared, "float32")
+    opponent.wait()
+    saved: dict = {}
+    monkeypatch.setattr(loop, "save", lambda name, content: saved.update({name: content}))
+    monkeypatch.setattr(kvpress, "started", lambda arguments: nullcontext((FakeSide(), opponent)))
+    words = "--requests 2 --input-len 400 --output-len 4 --dtype"
+    assert loop.run("kvpress", kvpress, [*words.split(), "bfloat16"]) == 0
+    results = saved["kvpress"]["results"]
+    assert len(results["rounds"]) == 3 and len(results["ratios"]) == 2
+    assert "MISSED" in capsys.readouterr().out and not results["targets"][0]["met"]
+    assert loop.run("kvpress", kvpress, [*words.split(), "float32"]) == 0
+    assert not saved["kvpress-avx512-float32"]["results"]["targets"]  # the target is that of another kind
 
 
 @pytest.mark.parametrize("wrong", [{"likely_first": 0.5}, {"ours_kept": 500}, {"kvpress_keeps": 300}])
