@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu import attention, common, eviction, kernels
 from benchmarks.gpu.common import WrongResult
@@ -40,19 +41,16 @@ class PlainAttention(common.FlashAttention):
         assert q.dtype == k.dtype == v.dtype == common.DTYPE
         lengths, starts = rest["seqused_k"], rest["cu_seqlens_q"]
         assert all(t.dtype == torch.int32 for t in (lengths, starts, block_table))
-        group = q.shape[1] // k.shape[2]
         for i, length in enumerate(lengths.tolist()):
             rows = slice(*starts[i : i + 2].tolist())
             count = rows.stop - rows.start
             assert length <= rest["max_seqlen_k"] and count <= rest["max_seqlen_q"]
             pages = block_table[i, : -(-length // k.shape[1])].long()
-            keys, values = (
-                x[pages].flatten(0, 1)[:length].repeat_interleave(group, 1).float() for x in (k, v)
-            )
-            logits = torch.einsum("qhd,nhd->hqn", q[rows].float(), keys) * rest["softmax_scale"]
-            hidden = torch.ones(count, length, dtype=torch.bool).triu_(length - count + 1)
-            weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
-            out[rows] = torch.einsum("hqn,nhd->qhd", weights, values).to(out.dtype)
+            keys, values = (x[pages].flatten(0, 1)[:length].transpose(0, 1).float() for x in (k, v))
+            queries, seen = q[rows].transpose(0, 1).float(), torch.ones(count, length, dtype=torch.bool)
+            mask = {"attn_mask": seen.tril(length - count), "scale": rest["softmax_scale"]}
+            found = scaled_dot_product_attention(queries, keys, values, **mask, enable_gqa=True)
+            out[rows] = found.transpose(0, 1).to(out.dtype)
 
 
 @pytest.fixture
