@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from statistics import median
 from typing import NoReturn
 
@@ -267,4 +268,4 @@ def measure(arguments: argparse.Namespace) -> Found:
 
 
 if __name__ == "__main__":
-    sys.exit(loop.run("gpu/eviction", sys.modules[__name__]))
+    sys.exit(loop.run("gpu/eviction", import_module("benchmarks.gpu.eviction")))

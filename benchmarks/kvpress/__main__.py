@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
+from importlib import import_module
 from typing import Any
 
 from rich.progress import track
@@ -179,4 +180,4 @@ def measure(arguments: argparse.Namespace) -> Found:
 
 
 if __name__ == "__main__":
-    sys.exit(loop.run("kvpress", sys.modules[__name__]))
+    sys.exit(loop.run("kvpress", import_module("benchmarks.kvpress.__main__")))
