@@ -155,12 +155,8 @@ class Bench:
         self.memory = common.random_numbers(batch * KV_HEADS * -(-context // PAGE), PAGE_ELEMENTS)
         self.query = common.random_numbers(batch, QUERY_HEADS, HEAD_DIM)
         self.key, self.value = common.random_numbers(2, batch, KV_HEADS, HEAD_DIM)
-        self.output, device = torch.empty_like(self.query), self.memory.device
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
-        blocks = self.memory.numel() // (2 * common.STOCK_PAGE * KV_HEADS * HEAD_DIM)
-        table = torch.randperm(blocks, dtype=torch.int32, device=device).view(batch, -1)
-        self.all = Sequences(lengths, table, starts, context, 1)
+        self.output = torch.empty_like(self.query)
+        self.all = common.stock_sequences(batch, context, 1)
         self.plan = attend.plan(self.all)
 
     def full(self) -> None:

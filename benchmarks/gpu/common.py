@@ -263,6 +263,15 @@ def stock_pages(memory: Tensor) -> tuple[Tensor, Tensor]:
     return pages[..., :HEAD_DIM], pages[..., HEAD_DIM:]
 
 
+def stock_sequences(requests: int, tokens: int, queries: int) -> Sequences:
+    """Requests that hold so many tokens and ask with their last ones, in stock pages in random order."""
+    starts = queries * torch.arange(requests + 1, dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((requests,), tokens, dtype=torch.int32, device=DEVICE)
+    pages = requests * -(-tokens // STOCK_PAGE)
+    table = torch.randperm(pages, dtype=torch.int32, device=DEVICE).view(requests, -1)
+    return Sequences(lengths, table, starts, tokens, queries)
+
+
 def random_numbers(*shape: int) -> Tensor:
     """Normal numbers on the device."""
     return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()

@@ -40,7 +40,6 @@ from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine.devices import CUDA
 from vllm_kvevict.engine.parameters import policy_config
-from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.kernels.window_attention import window_attention
 from vllm_kvevict.kernels.write_entries import write_entries
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
@@ -192,10 +191,8 @@ class Prefill:
         blocks = -(-tokens // common.STOCK_PAGE)
         self.memory = common.random_numbers(blocks, common.STOCK_PAGE * KV_HEADS * 2 * HEAD_DIM)
         self.query = common.random_numbers(tokens, QUERY_HEADS, HEAD_DIM)
-        self.output, device = torch.full_like(self.query, torch.nan), self.memory.device
-        table = torch.randperm(blocks, dtype=torch.int32, device=device)[None]
-        starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-        self.prompt = Sequences(starts[1:], table, starts, tokens, tokens)
+        self.output = torch.full_like(self.query, torch.nan)
+        self.prompt = common.stock_sequences(1, tokens, tokens)
         self.plan = attend.plan(self.prompt)
 
     def attention(self) -> None:

@@ -208,11 +208,7 @@ def learn(
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality.train", description=__doc__)
     add(
         parser,
         ("lengths", int, [32, 64, 64, 128, 256, 512, 1024, 2048], "tokens of the texts in each stage"),
