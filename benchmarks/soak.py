@@ -6,7 +6,8 @@ and malformed requests come at random, and the prefix cache is emptied now and t
 requirement is missed.
 
 With --updates, clients ask about documents and chat while the server's weights are changed and its caches are reset in
-all of vLLM's ways; nobody may be answered from KV that was read with earlier weights.
+all of vLLM's ways; nobody may be answered from KV that was read with earlier weights. With --without-reset the caches
+stay as they are: a control that must find wrong answers.
 
 With --hostile, ordinary clients ask short questions beside hostile ones, and beside honest ones with as many tokens;
 hostile ones may not slow them down much more. Each round sends --requests of either.
@@ -43,6 +44,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--updates", action="store_true", help="change the weights and reset the cache")
     load.add_argument("--hostile", action="store_true", help="ordinary clients beside hostile ones")
+    add("--without-reset", action="store_true", help="with --updates: reset no cache; this run must fail")
     add("--rounds", type=whole, metavar="N", help="with --hostile (default: 3)")
     add_start_patience(parser)
     add("--name", help=f"write the record to {FOLDER}/NAME.json, not to the project's results")
@@ -54,6 +56,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def refuse(arguments: argparse.Namespace) -> str | None:
     """Fill in what --hostile needs; what is wrong with the arguments."""
+    if arguments.without_reset and not arguments.updates:
+        return "--without-reset needs --updates"
     if not arguments.hostile:
         if arguments.rounds:
             return "--rounds needs --hostile"

@@ -27,6 +27,7 @@ from benchmarks.harness.updates import (
     STALE,
     TURNS,
     UPDATES,
+    WITHOUT_RESET,
     Chat,
     Question,
     Timeline,
@@ -65,7 +66,9 @@ class UpdateSoak(SoakRun):
     good = GOOD
 
     def __init__(self, arguments: argparse.Namespace):
-        super().__init__("soak-updates", arguments, FLAGS)
+        control: bool = arguments.without_reset
+        super().__init__("soak-without-reset" if control else "soak-updates", arguments, FLAGS)
+        self.ways = WITHOUT_RESET if control else UPDATES
         self.models: list[Path] = []
         self.answers: dict[Question, list[str]] = {}
         self.in_flight: list[Question] = []
@@ -161,7 +164,7 @@ class UpdateSoak(SoakRun):
 
     async def _update_until(self, over: asyncio.Event, client: httpx.AsyncClient) -> None:
         choose = random.Random(self.arguments.seed)
-        for update in in_turns(UPDATES, self.arguments.seed):
+        for update in in_turns(self.ways, self.arguments.seed):
             try:
                 async with asyncio.timeout(choose.uniform(*BETWEEN)):
                     await over.wait()
@@ -214,7 +217,7 @@ class UpdateSoak(SoakRun):
     def judge(self, tracebacks: int) -> None:
         """Hold everything against what is required."""
         alike = sum(len(set(answers)) < WEIGHTS for answers in self.answers.values())
-        rarest = min(self.updates[str(way)] for way in UPDATES)
+        rarest = min(self.updates[str(way)] for way in self.ways)
         self.requirements = [
             Requirement("answers that were not as with nothing cached", self.count(STALE)),
             Requirement("answers of several sets of weights after a pause", self.count(MIXED)),

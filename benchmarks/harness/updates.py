@@ -150,6 +150,8 @@ UPDATES = (
     Update(None, reset="hard"),
 )
 """All after which nobody may begin with what was read before. A pause that keeps requests clears nothing."""
+WITHOUT_RESET = tuple(Update(pause) for pause in ("abort", "wait", "keep", None))
+"""The control, whose soak must find answers that began with what was read before."""
 
 
 def in_turns(updates: Sequence[Update], seed: int) -> Iterator[Update]:

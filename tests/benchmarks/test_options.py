@@ -90,6 +90,7 @@ throughput --sweep pool --pool 3: --sweep pool sets that itself
 throughput --sweep parallel --values 3x1: --values 3x1:
 throughput --sweep context --values -5x: --values
 throughput overhead --baseline .: --baseline: there is no bin/python
+soak --without-reset: --without-reset needs --updates
 soak --rounds 2: --rounds needs --hostile
 soak --minutes 1: not allowed with argument --requests
 """

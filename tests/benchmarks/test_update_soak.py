@@ -21,6 +21,7 @@ from benchmarks.harness.updates import (
     STALE,
     UPDATES,
     WHOLE,
+    WITHOUT_RESET,
     Chat,
     Timeline,
     Update,
@@ -59,6 +60,12 @@ def test_all_updates_come_equally_often():
     assert {update.pause for update in UPDATES} == {"abort", "wait", "keep", None}
     assert all(update.clears or update.reset for update in UPDATES)
     assert len({str(update) for update in UPDATES}) == 8
+
+
+def test_the_control_resets_nothing_and_has_a_record_of_its_own():
+    control = UpdateSoak(parse_arguments(["--minutes", "1", "--updates", "--without-reset"]))
+    assert (control.name, control.ways) == ("soak-without-reset", WITHOUT_RESET)
+    assert not any(update.clears or update.reset for update in control.ways)
 
 
 # Who must answer what.
