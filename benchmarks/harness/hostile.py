@@ -9,34 +9,32 @@ times in both cases are compared.
 
 import argparse
 import asyncio
-import base64
-import io
 import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
 import numpy as np
-import torch
 
 from benchmarks.harness.conversations import BLOCK
 from benchmarks.harness.measure import Estimate, paired_ratio
+from benchmarks.harness.scenarios import Target
 from benchmarks.harness.server import Server
-from benchmarks.harness.soaking import Requirement, SoakRun
+from benchmarks.harness.soaking import SoakRun, none
 from benchmarks.harness.traffic import ENDPOINTS, WRONG, Ask, body_of, encoded, send
 from benchmarks.harness.words import random_words
 
-HIDDEN, LAYERS, MAX_LEN = 64, 4, 1024
+MAX_LEN = 1024
 POOL = 512
 """Tokens that the memory holds of a request that is kept whole."""
 FLAGS = (
     *("--kv-eviction", "take", "--kv-eviction-config.take_chunk", "128"),
     *("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "192"),
     *("--kv-budget", "0.2", "--kv-eviction-config.policies", "all", "--kv-eviction-config.min_prompt", "32"),
-    *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--enable-prompt-embeds", "--dtype", "float32"),
+    *("--max-model-len", str(MAX_LEN), "--max-num-seqs", "32", "--dtype", "float32"),
     *("--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL // BLOCK)),
 )  # fmt: skip
 """A prompt of MAX_LEN gets by with less memory than it has tokens, since it is evicted chunk by chunk."""
@@ -71,15 +69,7 @@ class Phase:
 
     def summary(self) -> dict[str, Any]:
         """For the record."""
-        return {
-            "seconds": self.seconds,
-            "answered": len(self.lengths),
-            "prompt_tokens": sum(prompt for prompt, _ in self.lengths),
-            "output_tokens": sum(answer for _, answer in self.lengths),
-            "preemptions": self.preemptions,
-            "ordinary": len(self.latencies),
-            **{f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)},
-        }
+        return asdict(self) | {f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)}
 
 
 def hostile_asks(model: str, count: int, seed: int) -> list[Ask]:
@@ -117,7 +107,6 @@ def hostile_asks(model: str, count: int, seed: int) -> list[Ask]:
         lambda: _ask("too long", body(POOL + 64, 8, "full"), refusal="kv_eviction"),
         lambda: _ask("min_tokens", body(POOL // 2, MAX_LEN // 2, "full", min_tokens=1000), refusal="min_tokens"),
         lambda: _ask("unknown policy", body(64, 8, "nope"), refusal="kv_eviction"),
-        lambda: _mixed(model, random_words(choose, 64)),
         leaving,
     ]  # fmt: skip
     return [make() for make in itertools.islice(itertools.cycle(makers), count)]
@@ -132,23 +121,8 @@ def honest_asks(model: str, lengths: Sequence[tuple[int, int]], seed: int) -> li
     ]
 
 
-def _ask(kind: str, body: Mapping[str, Any], endpoint: str = "completions", **more: Any) -> Ask:
-    return Ask(kind, ENDPOINTS[endpoint], encoded(body), tokens=None, **more)
-
-
-def _mixed(model: str, text: str) -> Ask:
-    """A chat of text and embeddings, whose token ids ``take`` could not probe with."""
-    buffer = io.BytesIO()
-    torch.save(torch.zeros(40, HIDDEN), buffer)
-    embeddings = {"type": "prompt_embeds", "data": base64.b64encode(buffer.getvalue()).decode()}
-    content = [{"type": "text", "text": text}, embeddings]
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": 4,
-        "vllm_xargs": {"kv_eviction": "take"},
-    }
-    return _ask("text with embeddings, take", body, "chat", refusal="take")
+def _ask(kind: str, body: Mapping[str, Any], **more: Any) -> Ask:
+    return Ask(kind, ENDPOINTS["completions"], encoded(body), tokens=None, **more)
 
 
 class HostileSoak(SoakRun):
@@ -156,7 +130,7 @@ class HostileSoak(SoakRun):
 
     def __init__(self, arguments: argparse.Namespace):
         super().__init__("hostile", arguments, FLAGS)
-        self.sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": 4, "kv_heads": 4, "max_len": MAX_LEN}
+        self.sizes = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "max_len": MAX_LEN}
         self.rounds: list[tuple[Phase, Phase]] = []
 
     async def load(self, server: Server, client: httpx.AsyncClient) -> None:
@@ -217,8 +191,8 @@ class HostileSoak(SoakRun):
         """Hold everything against what is required."""
         name = "the ordinary clients' p99, beside hostile over beside honest clients"
         self.requirements = [
-            Requirement(name, self.ratio.median, MOST),
-            Requirement("wrong answers", self.count(WRONG)),
+            Target(name, self.ratio.median, MOST, at_most=True),
+            none("wrong answers", self.count(WRONG)),
             *self.shared_requirements(tracebacks),
         ]
 

@@ -7,17 +7,18 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
 from benchmarks.harness.models import make_model
+from benchmarks.harness.scenarios import Target, show_targets
 from benchmarks.harness.server import Server, Snapshot, cpu_environment
+from benchmarks.harness.tables import table
 from benchmarks.harness.traffic import BROKEN, EXPECTED, HUNG, LEFT, Outcome
 
 FOLDER = Path(__file__).parents[1] / "out" / "soak"
@@ -39,22 +40,9 @@ def tracebacks(log: str) -> int:
     return sum("JSONDecodeError" not in part and "RequestValidationError" not in part for part in parts)
 
 
-@dataclass(frozen=True)
-class Requirement:
-    """A figure and the bound that it must not exceed, or must reach."""
-
-    name: str
-    value: float
-    bound: float = 0
-    at_most: bool = True
-
-    @property
-    def met(self) -> bool:
-        return self.value <= self.bound if self.at_most else self.value >= self.bound
-
-    def as_record(self) -> dict[str, Any]:
-        """As the other benchmarks record their targets."""
-        return asdict(self) | {"met": self.met}
+def none(what: str, found: float) -> Target:
+    """A requirement that there is nothing of a kind."""
+    return Target(what, found, 0, at_most=True)
 
 
 async def reset(client: httpx.AsyncClient, hard: bool = False) -> None:
@@ -110,7 +98,7 @@ class SoakRun(ABC):
         self.server_errors = 0
         self.idle = self.empty = Snapshot()
         self.sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "max_len": 512}
-        self.requirements: list[Requirement] = []
+        self.requirements: list[Target] = []
 
     @property
     def answered(self) -> int:
@@ -155,16 +143,16 @@ class SoakRun(ABC):
         await reset(client)
         self.empty = await until_idle(server, empty=True)
 
-    def shared_requirements(self, tracebacks: int) -> list[Requirement]:
+    def shared_requirements(self, tracebacks: int) -> list[Target]:
         """What holds under every load; tracebacks are those in the server's log."""
         return [
-            Requirement("requests that hung", self.count(HUNG)),
-            Requirement("connections that broke off", self.count(BROKEN)),
-            Requirement("answers 5xx", self.server_errors),
-            Requirement("tracebacks in the server's log", tracebacks),
-            Requirement("requests running or waiting when idle", self.idle.running + self.idle.waiting),
-            Requirement("pages held when idle", self.idle.request_pages),
-            Requirement("pages cached after a reset", self.empty.physical_pages or 0),
+            none("requests that hung", self.count(HUNG)),
+            none("connections that broke off", self.count(BROKEN)),
+            none("answers 5xx", self.server_errors),
+            none("tracebacks in the server's log", tracebacks),
+            none("requests running or waiting when idle", self.idle.running + self.idle.waiting),
+            none("pages held when idle", self.idle.request_pages),
+            none("pages cached after a reset", self.empty.physical_pages or 0),
         ]
 
     def counted(self) -> dict[str, int]:
@@ -208,21 +196,11 @@ class SoakRun(ABC):
         self.judge(tracebacks(log))
         self._report(time.monotonic() - begin, load_average)
 
-    def table(self, seconds: float) -> Table:
-        """Tally, figures and requirements."""
-        table = Table(title=f"{self.answered} requests in {seconds:.0f} s")
-        for heading in ("", "", "bound"):
-            table.add_column(heading, justify="right" if table.columns else "left")
-        for name, value in {**self.counted(), **self.rows()}.items():
-            table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), "")
-        table.add_section()
-        for of in self.requirements:
-            bound = f"{'at most' if of.at_most else 'at least'} {of.bound:g}"
-            table.add_row(of.name, f"{of.value:.3g}", bound, style=None if of.met else "bold red")
-        return table
-
     def _report(self, seconds: float, load_average: float) -> None:
-        self.console.print(self.table(seconds))
+        shown = table(f"{self.answered} requests in {seconds:.0f} s", [""], [""])
+        for name, value in {**self.counted(), **self.rows()}.items():
+            shown.add_row(name, f"{value:g}" if isinstance(value, float) else str(value))
+        self.console.print(shown)
         content = {
             "flags": self.flags,
             "check": self.arguments.check,
@@ -231,7 +209,7 @@ class SoakRun(ABC):
             "requests": self.answered,
             "tally": self.counted(),
             **self.results(),
-            "targets": [requirement.as_record() for requirement in self.requirements],
+            "targets": show_targets(self.console, self.requirements),
             "failures": self.failures,
         }
         folder = RESULTS if self.arguments.name is None else FOLDER

@@ -169,12 +169,10 @@ class Timeline:
 
     Attributes:
         met: for each moment until now, the weights that a request may meet which is sent then.
-        paused: the server takes requests, and answers them after its pause.
     """
 
     def __init__(self, weights: int = 0):
         self.met = [weights]
-        self.paused = False
         self._aborting: list[int] = []
         self._mixing: list[int] = []
 

@@ -23,7 +23,7 @@ def body_of(ask) -> dict:
 def test_every_crowd_has_every_kind_and_honest_requests_are_as_long() -> None:
     asks = hostile.hostile_asks("m", 300, 0)
     kinds = Counter(ask.kind for ask in asks)
-    assert len(asks) == 300 and len(kinds) == 13 and min(kinds.values()) >= 300 // 13
+    assert len(asks) == 300 and len(kinds) == 12 and min(kinds.values()) == 25
     assert (
         hostile.hostile_asks("m", 12, 0)
         == hostile.hostile_asks("m", 12, 0)
@@ -68,9 +68,7 @@ def test_a_phase_lasts_as_long_as_its_crowd() -> None:
     phase = asyncio.run(run())
     questions = asked.count(hostile.ANSWER)
     assert soak.tally == {("honest", EXPECTED): 60, ("honest", WRONG): 1, ("ordinary", EXPECTED): questions}
-    assert (
-        phase.lengths == [(7, 3)] * 60 and phase.summary()["prompt_tokens"] == 420
-    )  # cut short is not wrong
+    assert phase.lengths == [(7, 3)] * 60  # cut short is not wrong
     assert asked.count(99) == 60 and questions == len(phase.latencies) > 2 * hostile.ORDINARY_CLIENTS
     assert phase.preemptions == len(asked) and soak.server_errors == 1
     (failure,) = soak.failures

@@ -154,7 +154,7 @@ def calls(update: Update) -> list[str]:
             soak = UpdateSoak(parse_arguments(["--requests", "1", "--updates"]))
             soak.models = [update_soak.FOLDER] * update_soak.WEIGHTS
             await soak._update(client, update, random.Random(0))
-            assert soak.timeline.moment == 2 and soak.timeline.weights and not soak.timeline.paused
+            assert soak.timeline.moment == 2 and soak.timeline.weights
 
     asyncio.run(one())
     return seen
@@ -208,7 +208,7 @@ def missed(soak: UpdateSoak) -> set[str]:
 def test_a_good_run_passes():
     soak = verdict(*GOOD)
     assert not missed(soak) and soak.answered == 4 and not soak.failures
-    assert soak.table(2.0).row_count == len(soak.results()["counts"]) + len(soak.requirements)
+    assert soak.results()["counts"]["began with compressed prefix: as expected"] == 1
 
 
 @pytest.mark.parametrize(
