@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,67 +26,37 @@ ABOUT = (
 Records = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One side with eviction beside stock vLLM, under one load.
-
-    Attributes:
-        name: of the scenario, or of the sweep and its value.
-        side: the one with eviction.
-        scenario: the load and its memory, as recorded.
-        rounds: the runs of each turn, as recorded.
-        ratios: by measure.
-    """
-
-    name: str
-    side: str
-    scenario: dict[str, Any]
-    rounds: list[dict[str, Any]]
-    ratios: dict[str, Estimate]
-
-    def speed(self, turn: str) -> float:
-        """Output tokens/s of a turn, the median of the rounds."""
-        return median(one[turn]["tokens_per_second"] for one in self.rounds)
-
-    @property
-    def reference(self) -> str:
-        """The turn of stock vLLM, which is the first."""
-        return next(iter(self.rounds[0]))
-
-    @property
-    def load(self) -> str:
-        """The load in words."""
-        of = self.scenario
-        ranks = f", TP {of['tensor']} x PP {of['pipeline']}" if of["tensor"] * of["pipeline"] > 1 else ""
-        return f"{of['requests']} x ({of['input_len']} in, {of['output_len']} out), memory for {of['pool']}{ranks}"
-
-    def row(self) -> tuple[str, ...]:
-        """Of the table of loads."""
-        speed, baseline = self.ratios[SPEED], self.ratios.get(OVER_BASELINE)
-        shown = str(speed) if speed.low > 1 or len(self.rounds) == 1 else f"**{speed}**"
-        side = f"{self.side} ({baseline} the baseline's)" if baseline else self.side
-        return (
-            self.name,
-            self.load,
-            side,
-            f"{self.speed(self.side):.1f}",
-            f"{self.speed(self.reference):.1f}",
-            shown,
-        )
-
-
-def cells(name: str, content: dict[str, Any]) -> Iterator[Cell]:
-    """One for each side with eviction."""
-    for side, measures in content.get("ratios", {}).items():
-        reached = {measure: Estimate(**value) for measure, value in measures.items()}
-        yield Cell(name, side, content["scenario"], content["rounds"], reached)
-
-
-def cells_of(name: str, results: dict[str, Any]) -> list[Cell]:
-    """Those of a record of ``throughput``."""
+def comparisons(name: str, results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Those of a record of ``throughput``: of its scenario, or of the values of its sweep."""
     own = name.removeprefix(THROUGHPUT)
-    values = {f"{own}, {one['value']}": one for one in results.get("values", ())}
-    return [cell for key, one in (values or {own: results}).items() for cell in cells(key, one)]
+    return {f"{own}, {one['value']}": one for one in results.get("values", ())} or {own: results}
+
+
+def speed(comparison: dict[str, Any], turn: str) -> float:
+    """Output tokens/s of a turn, the median of the rounds."""
+    return median(one[turn]["tokens_per_second"] for one in comparison["rounds"])
+
+
+def reference(comparison: dict[str, Any]) -> str:
+    """The turn of stock vLLM, which is the first."""
+    return next(iter(comparison["rounds"][0]))
+
+
+def load_rows(name: str, comparison: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Of the table of loads, one for each side with eviction."""
+    of = comparison["scenario"]
+    ranks = f", TP {of['tensor']} x PP {of['pipeline']}" if of["tensor"] * of["pipeline"] > 1 else ""
+    load = (
+        f"{of['requests']} x ({of['input_len']} in, {of['output_len']} out), memory for {of['pool']}{ranks}"
+    )
+    stock = f"{speed(comparison, reference(comparison)):.1f}"
+    for side, ratios in comparison["ratios"].items():
+        over_stock = Estimate(**ratios[SPEED])
+        pays = over_stock.low > 1 or len(comparison["rounds"]) == 1
+        baseline = ratios.get(OVER_BASELINE)
+        shown = f"{side} ({Estimate(**baseline)} the baseline's)" if baseline else side
+        ratio = str(over_stock) if pays else f"**{over_stock}**"
+        yield name, load, shown, f"{speed(comparison, side):.1f}", stock, ratio
 
 
 def read(folder: Path) -> Records:
@@ -130,13 +99,12 @@ def missed_section(records: Records) -> list[str]:
     )
 
 
-def loads_section(found: Sequence[Cell]) -> list[str]:
+def loads_section(found: dict[str, dict[str, Any]]) -> list[str]:
     """The speed of every load beside stock vLLM; where it is not above stock's beyond doubt, it is bold."""
-    if not found:
-        return []
+    rows = [row for name, comparison in found.items() for row in load_rows(name, comparison)]
     header = ("measured", "load", "side", "tokens/s", "stock's", SPEED)
     about = "Bold: eviction does not clearly pay."
-    return ["## Loads", "", about, "", *table(header, [cell.row() for cell in found], 3)]
+    return ["## Loads", "", about, "", *table(header, rows, 3)] if rows else []
 
 
 def latency_section(records: Records) -> list[str]:
@@ -189,16 +157,19 @@ def _threads(results: dict[str, Any]) -> str:
     return f", threads: {settings['threads'] or 'as vLLM places them'}"
 
 
-def plot_sweep(found: Sequence[Cell], path: Path) -> None:
+def plot_sweep(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Tokens per second of both sides, and their ratio, over what was varied."""
     over = path.stem.removeprefix(SWEEP)
-    places = [cell.name.rpartition(", ")[2] for cell in found]
-    lines = {
-        STOCK: [*zip(places, (cell.speed(cell.reference) for cell in found), strict=True)],
-        "with eviction": [*zip(places, (cell.speed(cell.side) for cell in found), strict=True)],
-    }
-    ratios = {"with eviction": [*zip(places, (cell.ratios[SPEED] for cell in found), strict=True)]}
-    plot(path, [Panel(over, "output tokens/s", lines), Panel(over, SPEED, ratios, 1)])
+    speeds: dict[str, list[tuple[str, float]]] = {STOCK: [], "with eviction": []}
+    ratios: list[tuple[str, Estimate]] = []
+    for name, comparison in found.items():
+        place = name.rpartition(", ")[2]
+        side, reached = next(iter(comparison["ratios"].items()))
+        speeds[STOCK].append((place, speed(comparison, reference(comparison))))
+        speeds["with eviction"].append((place, speed(comparison, side)))
+        ratios.append((place, Estimate(**reached[SPEED])))
+    panels = Panel(over, "output tokens/s", speeds), Panel(over, SPEED, {"with eviction": ratios}, 1)
+    plot(path, panels)
 
 
 def write(folder: Path) -> Path:
@@ -209,7 +180,7 @@ def write(folder: Path) -> Path:
     """
     records = read(folder)
     loads = {
-        name: cells_of(name, content["results"])
+        name: comparisons(name, content["results"])
         for name, content in records.items()
         if name.startswith(THROUGHPUT)
     }
@@ -220,7 +191,7 @@ def write(folder: Path) -> Path:
     parts = [
         ["# Benchmark results", "", "Written by `python -m benchmarks.report`. " + ABOUT],
         missed_section(records),
-        loads_section([cell for found in loads.values() for cell in found]),
+        loads_section({name: one for found in loads.values() for name, one in found.items()}),
         latency_section(records),
         kvpress_section(records),
         ["## Plots", *(line for lines in drawn for line in ("", *lines))] if drawn else [],
