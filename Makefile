@@ -67,6 +67,6 @@ $(INSTALLED): pyproject.toml tools/install.sh docker/install-cpu.sh docker/pip.s
 	@touch $@
 
 clean:  ## remove .venv, build output and caches
-	rm -rf .venv .demo build dist tools/vllm-metadata/build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist tools/vllm-metadata/build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf *.egg-info tools/vllm-metadata/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,16 +6,15 @@ sides the same requests at several rates, given as multiples of that.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from statistics import median
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness.bench import LEAST_ROUNDS, WIDTH, Bench, as_record, estimates
-from benchmarks.harness.load import PERCENTILES
+from benchmarks.harness.bench import WIDTH, Bench, as_record, estimates
+from benchmarks.harness.load import PERCENTILES, Run
 from benchmarks.harness.measure import (
     RESULTS,
     USUAL,
@@ -33,21 +32,25 @@ from benchmarks.harness.options import (
     add_options,
     changed,
     positive,
-    require_room,
     with_budgets,
 )
 from benchmarks.harness.plots import Panel, plot
-from benchmarks.harness.scenarios import STOCK, Round, Scenario, Target, compare, show_targets
+from benchmarks.harness.scenarios import STOCK, Round, Scenario, Target, over, show_targets
 from benchmarks.harness.server import run_benchmark
+from benchmarks.harness.tables import Columns, typical
 
-BASE = Scenario("Poisson arrivals, memory for 4 requests", *(24, 1024, 128), pool=4, spread=0.3, rounds=3)
+BASE = Scenario("Poisson arrivals, memory for 4 requests", *(24, 1024, 128), pool=4, spread=0.3)
 RATES = (0.25, 0.5, 0.75, 1.0)
 TARGETS: dict[Kind, dict[tuple[float, str, str], float]] = {
     USUAL: {(0.25, "ttft", "p50"): 1.0, (1.0, "ttft", "p50"): 0.6, (1.0, "tpot", "p90"): 1.05}
 }
 """What latencies over stock's may be at most, by multiple of stock's capacity, latency and percentile."""
 STATISTICS = [f"p{percentile}" for percentile in PERCENTILES]
-FIELDS = {name: field for name, field in LOAD.items() if name != "rate"}
+
+
+def seconds(name: str, statistic: str) -> Callable[[Run], float]:
+    """A latency of a run."""
+    return lambda run: run.latency[name][statistic]
 
 
 @dataclass(frozen=True)
@@ -64,60 +67,42 @@ class AtRate:
     rate: float
     rounds: list[Round]
 
+    @property
+    def latencies(self) -> list[str]:
+        """Without those that the answers have not: an answer of one token has no time between tokens."""
+        return list(self.rounds[0][STOCK].latency)
+
     def ratios(self, side: str) -> dict[str, dict[str, Estimate]]:
-        """The side's latencies over stock's, by latency and percentile; below 1 the side is faster.
-
-        Without those that the answers have not: an answer of one token has no time between tokens.
-        """
+        """The side's latencies over stock's, by latency and percentile; below 1 the side is faster."""
         return {
-            name: {statistic: self._ratio(side, name, statistic) for statistic in STATISTICS}
-            for name in self.rounds[0][STOCK].latency
+            name: {of: over(self.rounds, seconds(name, of), side, STOCK) for of in STATISTICS}
+            for name in self.latencies
         }
-
-    def _ratio(self, side: str, name: str, statistic: str) -> Estimate:
-        return compare(
-            self.rounds,
-            lambda runs: runs[side].latency[name][statistic],
-            lambda runs: runs[STOCK].latency[name][statistic],
-        )
-
-    def seconds(self, side: str, name: str, statistic: str) -> float:
-        """Median over the rounds."""
-        return median(runs[side].latency[name][statistic] for runs in self.rounds)
 
 
 def targets(scenario: Scenario, results: Sequence[AtRate]) -> list[Target]:
-    """What the benchmark's own load should reach on this processor, however often it runs."""
-    usual = replace(scenario, requests=BASE.requests, rounds=BASE.rounds, dtype=BASE.dtype) == BASE
-    if not usual or scenario.requests < BASE.requests or scenario.rounds < LEAST_ROUNDS:
+    """What the benchmark's own load should reach on this processor."""
+    if not scenario.is_judged(BASE, results[0].rounds):
         return []
-    bounds = TARGETS.get(kind(scenario.dtype), {})
     return [
-        Target(
-            f"{side}: {name} {statistic} at {at.multiple:g}x, over stock",
-            at.ratios(side)[name][statistic],
-            bound,
-            True,
-        )
+        Target(f"{side}: {name} {of} at {at.multiple:g}x, over stock", at.ratios(side)[name][of], bound, True)
         for at in results
         for side in scenario.evicting
-        for (multiple, name, statistic), bound in bounds.items()
+        for (multiple, name, of), bound in TARGETS.get(kind(scenario.dtype), {}).items()
         if multiple == at.multiple
     ]
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Scenario]:
     """Read the command line: the options and the scenario with its changes."""
-    # Else --rate would pass for --rates.
-    parser = argparse.ArgumentParser("python -m benchmarks.latency", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m benchmarks.latency", description=__doc__)
     add_budgets(parser)
-    add_options(parser, FIELDS, "latency")
+    add_options(parser, LOAD, "latency")
     about = "multiples of the requests per second that stock vLLM completes when all arrive at once"
     own = f"{about} (default: %(default)s)"
     parser.add_argument("--rates", type=positive, nargs="+", default=RATES, metavar="X", help=own)
     arguments = parser.parse_args(argv)
-    scenario = with_budgets(arguments, changed(parser, arguments, BASE, FIELDS))
-    require_room(parser, scenario)
+    scenario = with_budgets(arguments, changed(parser, arguments, BASE, LOAD))
     return arguments, scenario
 
 
@@ -129,7 +114,8 @@ async def measure(arguments: argparse.Namespace, scenario: Scenario) -> None:
     with bench.bar:
         saturation, results = await run_rates(bench, scenario, arguments.rates)
         bench.say("done")
-    console.print(latency_table(scenario, results))
+    for at in results:
+        show(console, scenario, at)
     content = {
         "threads": arguments.threads,
         "load_average_at_start": load_average,
@@ -166,41 +152,34 @@ async def run_rates(
     return saturation, results
 
 
-def latency_table(scenario: Scenario, results: Sequence[AtRate]) -> Table:
-    """One row for each rate, side and latency, in milliseconds."""
-    about = f"the 99th of {scenario.requests} is about the slowest"
-    table = Table(title=f"milliseconds, {scenario.policy}, {scenario.dtype}; {about}")
-    for column in ("requests/s", "side", "latency"):
-        table.add_column(column)
-    for statistic in ("p50", "p99"):
-        for column in (f"stock's {statistic}", statistic, "ratio [95 %]"):
-            table.add_column(column, justify="right")
-    for at in results:
-        for side in scenario.evicting:
-            for name, reached in at.ratios(side).items():
-                cells = []
-                for statistic in ("p50", "p99"):
-                    cells += [f"{at.seconds(of, name, statistic) * 1e3:.1f}" for of in (STOCK, side)]
-                    cells.append(str(reached[statistic]))
-                table.add_row(f"{at.rate:.3g} ({at.multiple:g}x)", side, name, *cells)
-    return table
+def show(console: Console, scenario: Scenario, at: AtRate) -> None:
+    """Print the latencies at one rate, and what they are over stock's."""
+    columns: Columns = {
+        f"{name} {of}, s": (seconds(name, of), ".3f") for name in at.latencies for of in ("p50", "p99")
+    }
+    sides = {side: [one[side] for one in at.rounds] for side in scenario.sides}
+    console.print(typical(f"{at.rate:.3g} requests/s ({at.multiple:g}x), {scenario.title}", sides, columns))
+    for side in scenario.evicting:
+        for name, reached in at.ratios(side).items():
+            ratios = ", ".join(f"{of} {ratio}" for of, ratio in reached.items())
+            console.print(f"{side}: {name} over stock's: {ratios}", highlight=False)
 
 
 def panels(scenario: Scenario, results: Sequence[AtRate]) -> list[Panel]:
     """Time to the first token and per further token over the rate."""
     titles = {"ttft": "time to the first token, s", "tpot": "time per further token, s"}
+
+    def points(side: str, name: str, of: str) -> list[tuple[float, float]]:
+        return [(at.rate, median(map(seconds(name, of), (one[side] for one in at.rounds)))) for at in results]
+
     return [
         Panel(
             "requests per second",
             title,
-            {
-                f"{side}, {statistic}": [(at.rate, at.seconds(side, name, statistic)) for at in results]
-                for side in scenario.sides
-                for statistic in ("p50", "p99")
-            },
+            {f"{side}, {of}": points(side, name, of) for side in scenario.sides for of in ("p50", "p99")},
         )
         for name, title in titles.items()
-        if name in results[0].rounds[0][STOCK].latency
+        if name in results[0].latencies
     ]
 
 

@@ -7,170 +7,271 @@ prompts are evicted with their question in view, so that only uncompressed prefi
 """
 
 import asyncio
+import random
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
 
 import httpx
-from rich.table import Table
 
-from benchmarks.harness import command, documents
-from benchmarks.harness.command import Benchmark, Round
-from benchmarks.harness.documents import Answer, Run, ask
+from benchmarks.harness.bench import measure, parse
+from benchmarks.harness.documents import Answer, Run, ask, make_server, measured
 from benchmarks.harness.load import PAGE
-from benchmarks.harness.measure import Estimate, paired_ratio
-from benchmarks.harness.questions import SCENARIOS, STOCK_WITHOUT, WITH, WITHOUT, Scenario
-from benchmarks.harness.scenarios import KV_HEADS, LAYERS, STOCK, Target
-from benchmarks.harness.server import Server
-from benchmarks.harness.tables import typical
+from benchmarks.harness.scenarios import (
+    BLOCK,
+    KV_HEADS,
+    LAYERS,
+    STOCK,
+    Comparison,
+    Round,
+    Target,
+    over,
+    speed,
+    token_bytes,
+)
+from benchmarks.harness.server import Server, run_benchmark
+from benchmarks.harness.sides import FIRST_WORD, VOCAB
+from benchmarks.harness.tables import Columns
 
+WITHOUT, WITH = "without cache", "with cache"
+STOCK_WITHOUT = "stock without cache"
+SIDES = (STOCK, WITHOUT, WITH)
+WARM = ", warm"
+"""How the names of turns end that ask once more what was just asked."""
+REPEAT_ROOM = 1024
+"""Tokens that a policy which reads a document again needs beside it, and more."""
 LONGEST_FIRST = 8192
 """Tokens of a document with which a server is tried before it is measured."""
 
 
-Runs = dict[str, Run]
-"""By side."""
+@dataclass(frozen=True)
+class Scenario(Comparison):
+    """Questions about documents.
 
-
-def make_server(name: str, scenario: Scenario, side: str, threads: int | None) -> Server:
-    """The server of a side, not started yet."""
-    flags = [] if scenario.step is None else ["--max-num-batched-tokens", str(scenario.step)]
-    if side in (WITHOUT, WITH):
-        flags += ["--kv-eviction", scenario.policy, "--kv-budget", f"{scenario.budget:g}"]
-    if side in (STOCK_WITHOUT, WITHOUT):
-        flags += ["--no-enable-prefix-caching"]
-    return documents.make_server(f"prefix-{side.replace(' ', '-')}", scenario, flags, threads)
-
-
-async def drive(server: Server, scenario: Scenario, side: str, number: int) -> Run:
-    """Send a round's load to one side, two prompts to warm up."""
-    prompts = scenario.prompts(number)[: 2 if number < 0 else None]
-    lengths = None if scenario.sees_question else scenario.document_len, scenario.output_len
-
-    async def send(client: httpx.AsyncClient) -> list[Answer]:
-        questions = [ask(client, server, prompt, *lengths) for prompt in prompts]
-        return await asyncio.gather(*questions) if scenario.at_once else [await one for one in questions]
-
-    return await documents.measured(server, send)
-
-
-def phases(name: str, scenario: Scenario) -> dict[str, tuple[str, ...]]:
-    """The phases of a round of this scenario, and the sides that take part.
-
-    Warm, the sides that cache are asked once more what they were just asked.
+    Attributes:
+        documents, document_len: how many, and tokens of each.
+        questions: about each document.
+        question_len, output_len: tokens.
+        pool: how many whole documents with a question and its answer the KV memory holds.
+        at_once: whether all questions come together; else one after the other, of each document in turn.
+        budget: share of a document that is kept.
+        step: ``--max-num-batched-tokens``; None for vLLM's default.
+        sides: that run.
+        policy: of the sides that evict.
+        room: tokens that a request may be longer than its prompt and its answer, as the policy needs them.
+        sees_question: whether the whole prompt is evicted, with its question in view.
+        warm: whether the sides that cache are asked once more what they were just asked.
     """
-    return {"cold": scenario.sides} | ({"warm": (STOCK, WITH)} if name == "document" else {})
+
+    documents: int
+    document_len: int
+    questions: int
+    output_len: int
+    pool: int
+    at_once: bool
+    question_len: int = 32
+    budget: float = 0.2
+    step: int | None = None
+    sides: tuple[str, ...] = SIDES
+    policy: str = "ada-snapkv"
+    room: int = 0
+    sees_question: bool = False
+    warm: bool = False
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a request."""
+        return self.document_len + self.question_len + self.output_len + self.room
+
+    @property
+    def title(self) -> str:
+        """With the eviction."""
+        return f"{super().title}, {self.policy}, budget {self.budget:g}"
+
+    def kv_bytes(self) -> int:
+        """KV memory, with the one block that vLLM keeps for itself."""
+        return (self.pool * -(-self.max_len // BLOCK) + 1) * BLOCK * token_bytes(self.dtype)
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        """The prompts in the order in which they are sent; other seeds have other documents."""
+        choose = random.Random(f"{self} {seed}")
+        documents = [self._tokens(choose, self.document_len) for _ in range(self.documents)]
+        return [
+            documents[number] + self._tokens(choose, self.question_len)
+            for _ in range(self.questions)
+            for number in range(self.documents)
+        ]
+
+    def _tokens(self, choose: random.Random, count: int) -> list[int]:
+        return choose.choices(range(FIRST_WORD, VOCAB), k=count)
+
+    def schedule(self, number: int = 0) -> dict[str, str]:
+        """All sides, then the warm ones."""
+        cold = super().schedule(number)
+        return cold | {f"{side}{WARM}": side for side in cold if self.warm and side in (STOCK, WITH)}
+
+    def first(self) -> "Scenario":
+        """Two questions about one document."""
+        return replace(self, documents=1, questions=2, document_len=min(self.document_len, LONGEST_FIRST))
+
+    def server(self, side: str, threads: int | None) -> Server:
+        """The server of a side, not started yet."""
+        flags = [] if self.step is None else ["--max-num-batched-tokens", str(self.step)]
+        if side in (WITHOUT, WITH):
+            flags += ["--kv-eviction", self.policy, "--kv-budget", f"{self.budget:g}"]
+        if side in (STOCK_WITHOUT, WITHOUT):
+            flags += ["--no-enable-prefix-caching"]
+        return make_server(f"prefix-{side.replace(' ', '-')}", self, flags, threads)
+
+    async def send(self, server: Server, turn: str, number: int) -> Run:
+        """Ask all questions."""
+        lengths = None if self.sees_question else self.document_len, self.output_len
+
+        async def ask_all(client: httpx.AsyncClient) -> list[Answer]:
+            questions = [ask(client, server, prompt, *lengths) for prompt in self.prompts(number)]
+            return await asyncio.gather(*questions) if self.at_once else [await one for one in questions]
+
+        return await measured(server, ask_all)
+
+    def columns(self) -> Columns:
+        """Waits, and what was found in the cache."""
+        return {
+            "seconds": (lambda run: run.wall, ".1f"),
+            "tokens/s": (speed, ".1f"),
+            "first token, mean s": (mean_wait, ".3f"),
+            "slowest": (lambda run: max(run.first_token), ".3f"),
+            "computed": (lambda run: run.computed, ".0f"),
+            "hits": (lambda run: run.hits, ".0f"),
+            "preempted": (lambda run: run.preemptions, ".0f"),
+        }
+
+    def targets(self, name: str, rounds: Sequence[Round]) -> list[Target]:
+        """What the scenario should reach, and what it did."""
+        if name == "document":
+            return self._of_document(rounds)
+        if name == "documents":
+            return self._of_documents(rounds)
+        if name in ("unique", "unrelated"):
+            return of_unique(rounds)
+        if name == "exact":
+            return [self._after_the_first(rounds, WITHOUT, 0.06)]
+        found = [self._after_the_first(rounds, STOCK_WITHOUT, 0.02)]
+        if name == "compressed":
+            whole = -(-self.document_len // PAGE) * LAYERS * KV_HEADS
+            pages = max(one[WITH].held_by_each for one in rounds) / whole
+            found.append(Target("pages of the compressed document, over the whole one's", pages, 0.25, True))
+        return found
+
+    def _of_document(self, rounds: Sequence[Round]) -> list[Target]:
+        """Sixteen questions at once."""
+        least = self.document_len + self.questions * self.question_len
+        first = "time to first token, mean"
+        warm = over(rounds, mean_wait, WITH + WARM, WITHOUT)
+        return [
+            Target(f"{first}, over without cache", over(rounds, mean_wait, WITH, WITHOUT), 0.15, True),
+            Target(f"{first}, over stock", over(rounds, mean_wait, WITH, STOCK), 1.1, True),
+            Target(f"{first}, warm, over without cache", warm, 0.02, True),
+            Target("output tokens/s, over stock", over(rounds, speed, WITH, STOCK), 1.5),
+            Target("prompt tokens computed", max(one[WITH].computed for one in rounds), least, True),
+        ]
+
+    def _of_documents(self, rounds: Sequence[Round]) -> list[Target]:
+        """Documents in turns."""
+        again = self.documents * (self.questions - 1)
+        hits, of_stock = min(one[WITH].hits for one in rounds), max(one[STOCK].hits for one in rounds)
+        later = over(rounds, self._later_wait, WITH, STOCK)
+        return [
+            Target("requests that hit after the first pass", hits / again, 0.95),
+            Target("the same of stock", of_stock / again, 0.05, True),
+            Target("time to first token after that, over stock", later, 0.06, True),
+        ]
+
+    def _after_the_first(self, rounds: Sequence[Round], base: str, bound: float) -> Target:
+        """What a document that was read before is worth to the questions after the first."""
+        name = f"time to first token after the first question, over {base}"
+        return Target(name, over(rounds, self._later_wait, WITH, base), bound, True)
+
+    def _later_wait(self, run: Run) -> float:
+        return median(run.first_token[self.documents :])
 
 
-def first(scenario: Scenario) -> Scenario:
-    """What a server is tried with before it is measured."""
-    return replace(scenario, document_len=min(scenario.document_len, LONGEST_FIRST))
-
-
-def _ratio(rounds: Sequence[Runs], what: Any, ours: str, theirs: str) -> Estimate:
-    return paired_ratio([what(one[ours]) for one in rounds], [what(one[theirs]) for one in rounds])
-
-
-def _mean_wait(run: Run) -> float:
+def mean_wait(run: Any) -> float:
+    """Seconds until the first token."""
     return mean(run.first_token)
 
 
-def _speed(run: Run) -> float:
-    return run.tokens_per_second
-
-
-def of_document(scenario: Scenario, cold: list[Runs], rounds: Sequence[Round]) -> list[Target]:
-    """What sixteen questions at once should reach, and did."""
-    warm = [{WITH: one["warm"][WITH], WITHOUT: one["cold"][WITHOUT]} for one in rounds]
-    least = scenario.document_len + scenario.questions * scenario.question_len
-    first = "time to first token, mean"
-    return [
-        Target(f"{first}, over without cache", _ratio(cold, _mean_wait, WITH, WITHOUT), 0.15, True),
-        Target(f"{first}, over stock", _ratio(cold, _mean_wait, WITH, STOCK), 1.1, True),
-        Target(f"{first}, warm, over without cache", _ratio(warm, _mean_wait, WITH, WITHOUT), 0.02, True),
-        Target("output tokens/s, over stock", _ratio(cold, _speed, WITH, STOCK), 1.5),
-        Target("prompt tokens computed", max(one[WITH].computed for one in cold), least, True),
-    ]
-
-
-def of_documents(scenario: Scenario, cold: list[Runs]) -> list[Target]:
-    """What questions about documents in turns should reach, and did."""
-    again = scenario.documents * (scenario.questions - 1)
-
-    def later(run: Run) -> float:
-        return median(run.first_token[scenario.documents :])
-
-    return [
-        Target("requests that hit after the first pass", min(one[WITH].hits for one in cold) / again, 0.95),
-        Target("the same of stock", max(one[STOCK].hits for one in cold) / again, 0.05, True),
-        Target("time to first token after that, over stock", _ratio(cold, later, WITH, STOCK), 0.06, True),
-    ]
-
-
-def of_unique(cold: list[Runs]) -> list[Target]:
+def of_unique(rounds: Sequence[Round]) -> list[Target]:
     """What the cache may cost where it is of no use, and did."""
-    more = max(one[WITH].preemptions - one[WITHOUT].preemptions for one in cold)
+    more = max(one[WITH].preemptions - one[WITHOUT].preemptions for one in rounds)
     return [
-        Target("output tokens/s, over without cache", _ratio(cold, _speed, WITH, WITHOUT), 0.98),
+        Target("output tokens/s, over without cache", over(rounds, speed, WITH, WITHOUT), 0.98),
         Target("preemptions beyond those without cache", more, 0, True),
     ]
 
 
-def after_the_first(scenario: Scenario, cold: list[Runs], base: str, bound: float) -> Target:
-    """What a document that was read before should be worth to the questions after the first, and was."""
-
-    def wait(run: Run) -> float:
-        return median(run.first_token[scenario.documents :])
-
-    over = "without cache" if base == WITHOUT else base
-    name = f"time to first token after the first question, over {over}"
-    return Target(name, _ratio(cold, wait, WITH, base), bound, True)
-
-
-def of_compressed(scenario: Scenario, cold: list[Runs]) -> list[Target]:
-    """What a document that kvzip has compressed should be worth, and was."""
-    whole = -(-scenario.document_len // PAGE) * LAYERS * KV_HEADS
-    pages = max(one[WITH].held_by_each for one in cold) / whole
-    return [
-        after_the_first(scenario, cold, STOCK_WITHOUT, 0.02),
-        Target("pages of the compressed document, over the whole one's", pages, 0.25, True),
-    ]
-
-
-def figures(name: str, scenario: Scenario, rounds: Sequence[Round]) -> list[Target]:
-    """What the scenario should reach, and what it did."""
-    cold = [one["cold"] for one in rounds]
-    if name == "document":
-        return of_document(scenario, cold, rounds)
-    if name == "documents":
-        return of_documents(scenario, cold)
-    if name == "exact":
-        return [after_the_first(scenario, cold, WITHOUT, 0.06)]
-    if name == "long":
-        return [after_the_first(scenario, cold, STOCK_WITHOUT, 0.02)]
-    return of_compressed(scenario, cold) if name == "compressed" else of_unique(cold)
-
-
-def table(title: str, scenario: Scenario, rounds: Sequence[Round]) -> Table:
-    """Medians over the rounds."""
-    sides = {
-        f"{side}, {phase}": [one[phase][side] for one in rounds]
-        for phase in rounds[0]
-        for side in rounds[0][phase]
-    }
-    columns = {
-        "seconds": (lambda run: run.wall, ".1f"),
-        "tokens/s": (_speed, ".1f"),
-        "first token, mean s": (_mean_wait, ".3f"),
-        "slowest": (lambda run: max(run.first_token), ".3f"),
-        "computed": (lambda run: run.computed, ".0f"),
-        "hits": (lambda run: run.hits, ".0f"),
-        "preempted": (lambda run: run.preemptions, ".0f"),
-    }
-    return typical(f"{title}, {scenario.policy}, budget {scenario.budget:g}", sides, columns)
-
+ONE = Scenario(
+    "sixteen questions about one document at once",
+    documents=1,
+    document_len=8192,
+    questions=16,
+    output_len=256,
+    pool=2,
+    at_once=True,
+    warm=True,
+)
+ONE_BY_ONE = replace(ONE, about="one after the other", output_len=16, at_once=False, warm=False)
+UNIQUE = Scenario(
+    "no document is asked twice, in memory for four",
+    documents=24,
+    document_len=2016,
+    questions=1,
+    output_len=256,
+    pool=4,
+    at_once=True,
+    rounds=12,
+    # What eviction is worth beside stock vLLM under this load is measured by throughput pool-bound.
+    sides=(WITHOUT, WITH),
+)
+SCENARIOS = {
+    "document": ONE,
+    "documents": replace(
+        ONE_BY_ONE,
+        about="sixteen documents, asked in turns, in memory for four of them whole",
+        documents=16,
+        document_len=4096,
+        questions=3,
+        pool=4,
+        step=8192,
+    ),
+    "unique": UNIQUE,
+    "exact": replace(
+        ONE_BY_ONE,
+        about="sixteen questions about one document, one after the other, each in view when its prompt is evicted",
+        pool=3,
+        sees_question=True,
+    ),
+    "unrelated": replace(
+        UNIQUE,
+        about="prompts that share nothing, evicted with their question in view, in memory for four",
+        sees_question=True,
+    ),
+    "compressed": replace(
+        ONE_BY_ONE,
+        about="sixteen questions about one document, one after the other, on what kvzip keeps of it",
+        sides=(STOCK_WITHOUT, WITH),
+        policy="kvzip",
+        room=REPEAT_ROOM,
+    ),
+    "long": replace(
+        ONE_BY_ONE,
+        about="two questions about one document of 32k tokens, one after the other",
+        document_len=32768,
+        questions=2,
+        sides=(STOCK_WITHOUT, WITH),
+    ),
+}
 
 SIZES = {
     "documents": "how many",
@@ -184,7 +285,15 @@ SIZES = {
 """What of a scenario can be changed."""
 
 
-BENCHMARK = Benchmark("prefix", __doc__, SCENARIOS, SIZES, make_server, first, drive, table, figures, phases)
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, dict[str, Scenario]]:
+    """The options, and the scenarios to run, by name."""
+    return parse("prefix", __doc__, SCENARIOS, SIZES, argv)
+
+
+def main() -> int:
+    """Run scenarios; the exit code."""
+    return run_benchmark(measure("prefix", *parse_arguments(), SCENARIOS))
+
 
 if __name__ == "__main__":
-    sys.exit(command.main(BENCHMARK))
+    sys.exit(main())

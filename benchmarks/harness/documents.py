@@ -4,11 +4,10 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
-from rich.table import Table
 
 from benchmarks.harness.load import SETTLE_SECONDS
 from benchmarks.harness.scenarios import SCRATCH, model
@@ -64,6 +63,10 @@ class Run:
     def tokens_per_second(self) -> float:
         """Output tokens per second."""
         return self.output_tokens / self.wall
+
+    def summary(self) -> dict[str, Any]:
+        """For the record."""
+        return asdict(self)
 
 
 def make_server(log: str, scenario: Any, flags: Sequence[str], threads: int | None) -> Server:
@@ -157,15 +160,3 @@ async def ask(
     # Told only where the server was started with --enable-prompt-tokens-details.
     details = usage.get("prompt_tokens_details") or {}
     return Answer(first, tokens, details.get("cached_tokens") or 0, len(prompt))
-
-
-def waits_table(document_len: int, answers: Sequence[Answer]) -> Table:
-    """How long the questions about one document waited."""
-    table = Table(
-        title=f"{len(answers)} questions about one document of {document_len:,} tokens, one after the other"
-    )
-    for column in ("question", "first token after", "prompt tokens found in the cache"):
-        table.add_column(column, justify="right")
-    for number, answer in enumerate(answers, 1):
-        table.add_row(f"{number}", f"{answer.first_token:.3f} s", f"{answer.cached:,}")
-    return table

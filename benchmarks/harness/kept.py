@@ -1,13 +1,13 @@
-"""The demo's tables: what evictions kept, servers side by side, and what a long answer held."""
+"""The demo's tables: what evictions kept, and servers side by side."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from rich.table import Table
 from rich.text import Text
 
 from benchmarks.harness.load import Run
+from benchmarks.harness.scenarios import Round
 from vllm_kvevict.schedules.reports import EvictionRecord
 
 
@@ -36,22 +36,18 @@ def _cell(kept: int, most: int) -> Text:
     return Text.assemble(f"{kept:,} ", (f"{bar:<4}", "cyan"))
 
 
-def comparison_table(sides: Mapping[str, Sequence[Run]], pool_bytes: int) -> Table:
-    """The servers side by side, by name, the first one as the reference: medians of their rounds.
+def comparison_table(title: str, rounds: Sequence[Round], pool_bytes: int) -> Table:
+    """The sides next to each other, the first one as the reference: medians of their rounds.
 
     Args:
         pool_bytes: KV memory of each server.
     """
-    runs = list(sides.values())
-    table = Table(
-        title=f"The same {runs[0][0].completed} requests in the same {pool_bytes / 2**20:.0f} MiB of KV memory",
-        caption="memory: at the peak; seconds: the median of rounds in turns",
-    )
-    for column in ("", *sides, ""):
+    table = Table(title=title, caption="memory: at the peak; seconds: the median of rounds in turns")
+    for column in ("", *rounds[0], ""):
         table.add_column(column, justify="right" if column else "left")
 
     def row(label: str, figure: Callable[[Run], float], form: str, ratio: bool = True) -> None:
-        values = [median(map(figure, of)) for of in runs]
+        values = [median(figure(one[side]) for one in rounds) for side in rounds[0]]
         change = f"{values[-1] / values[0]:.1f}x" if ratio and values[0] else ""
         table.add_row(label, *(form.format(value) for value in values), change)
 
@@ -63,37 +59,7 @@ def comparison_table(sides: Mapping[str, Sequence[Run]], pool_bytes: int) -> Tab
     row("most requests running at once", lambda run: run.peak_running, "{:.0f}")
     row("most KV memory in use", lambda run: 100 * run.physical_bytes / pool_bytes, "{:.0f} %", ratio=False)
     row("preemptions", lambda run: run.preemptions, "{:.0f}", ratio=False)
+    row("evictions", lambda run: run.evictions, "{:.0f}", ratio=False)
     row("seconds until all were answered", lambda run: run.wall, "{:.1f}")
     row("output tokens per second", lambda run: run.tokens_per_second, "{:.1f}")
-    return table
-
-
-@dataclass(frozen=True)
-class Growth:
-    """What one answer held while it was written.
-
-    Attributes:
-        run: of the answer alone.
-        pages: of prompt and answer, whenever somebody looked; on a busy machine it can end before that.
-    """
-
-    run: Run
-    pages: list[int]
-
-
-def growth_table(found: Mapping[str, Growth], page_bytes: int) -> Table:
-    """Ways of keeping an answer side by side, by name."""
-    runs = [one.run for one in found.values()]
-    of = f"{runs[0].output_tokens:,} tokens to a prompt of {runs[0].input_tokens:,}"
-    table = Table(title=f"One answer of {of}")
-    for column in ("", *found):
-        table.add_column(column, justify="right" if column else "left")
-    for name, pick in (("at most", max), ("near the end", lambda pages: pages[-1])):
-        mib = (
-            f"{pick(one.pages) * page_bytes / 2**20:.2f}" if one.pages else "not seen"
-            for one in found.values()
-        )
-        table.add_row(f"KV held {name}, MiB", *mib)
-    table.add_row("evictions", *(f"{run.answer_evictions:,}" for run in runs))
-    table.add_row("output tokens per second", *(f"{run.tokens_per_second:.1f}" for run in runs))
     return table

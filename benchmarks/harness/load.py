@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,7 +37,6 @@ class Load:
         spread: lengths are uniform within this share of input_len and output_len around them.
         rate: requests per second, a Poisson process; None: all at once.
         seed: of tokens, lengths and arrivals.
-        decode_budget: ``kv_decode_budget`` of each request; None: the server's.
     """
 
     requests: int
@@ -46,7 +45,6 @@ class Load:
     spread: float = 0.0
     rate: float | None = None
     seed: int = 0
-    decode_budget: int | None = None
 
     def prompts(self) -> list[tuple[list[int], int]]:
         """Token ids and output length of every request."""
@@ -69,7 +67,7 @@ class Run:
         wall: seconds from the first request to the end of the last answer.
         cpu: CPU seconds of all processes of the server. vLLM's processes spin while they wait for each other, which
             is in it.
-        completed, failed: requests; a run with failures is an error, so failed is 0.
+        completed: requests; a run with failures is an error.
         input_tokens, output_tokens: of all requests.
         latency: seconds until the first token (ttft), per further token of a request (tpot), between tokens
             (itl), of whole requests (e2e); each with mean, p50, p90 and p99. Without tpot and itl where
@@ -78,16 +76,14 @@ class Run:
         physical_bytes, logical_bytes: KV memory held when it was most, over all ranks, and the entries stored
             in it at that moment; stock vLLM does not tell the latter.
         preemptions: requests that lost their KV cache and had to be computed again.
-        evictions: how many; a request's answer may be evicted more than once.
+        evictions: how many; an answer may be evicted more than once.
         decision_seconds, compaction_seconds: sums over the evictions, of the slowest rank of each.
-        answer_evictions, answer_seconds: of these, evictions of answers, and the seconds of both kinds that they took.
         drafted, accepted: tokens of speculative decoding.
     """
 
     wall: float
     cpu: float
     completed: int
-    failed: int
     input_tokens: int
     output_tokens: int
     latency: dict[str, dict[str, float]]
@@ -98,8 +94,6 @@ class Run:
     evictions: int
     decision_seconds: float
     compaction_seconds: float
-    answer_evictions: int = 0
-    answer_seconds: float = 0.0
     drafted: int = 0
     accepted: int = 0
 
@@ -144,13 +138,7 @@ def longest(length: int, spread: float) -> int:
     return math.floor(length * (1 + spread))
 
 
-async def drive(
-    server: Server,
-    load: Load,
-    kv_bytes: int,
-    dtype: str,
-    on_progress: Callable[[Snapshot], None] = lambda now: None,
-) -> Run:
+async def drive(server: Server, load: Load, kv_bytes: int, dtype: str) -> Run:
     """Run a load to its end and wait until the server has come to rest.
 
     Args:
@@ -171,7 +159,6 @@ async def drive(
             await asyncio.wait([client], timeout=POLL_SECONDS)
             server.check()
             seen.append(await server.snapshot())
-            on_progress(seen[-1])
         result = client.result()
     finally:
         client.cancel()
@@ -197,8 +184,6 @@ async def _send(server: Server, load: Load, prompts: Sequence[tuple[list[int], i
         SampleRequest(prompt=prompt, prompt_len=len(prompt), expected_output_len=length)
         for prompt, length in prompts
     ]
-    budget = load.decode_budget
-    fields: dict[str, Any] = {} if budget is None else {"vllm_xargs": {"kv_decode_budget": budget}}
     np.random.seed(load.seed)  # the client draws arrivals from it
     log = server.log.with_suffix(".client.log")
     with log.open("a") as file, contextlib.redirect_stdout(file):
@@ -224,7 +209,7 @@ async def _send(server: Server, load: Load, prompts: Sequence[tuple[list[int], i
             max_concurrency=None,
             lora_modules=None,
             extra_headers=None,
-            extra_body={"temperature": 0, **fields},
+            extra_body={"temperature": 0},
             ready_check_timeout_sec=0,
         )
 
@@ -262,7 +247,6 @@ def summarise(
         wall=result["duration"],
         cpu=cpu,
         completed=result["completed"],
-        failed=result["failed"],
         input_tokens=result["total_input_tokens"],
         output_tokens=result["total_output_tokens"],
         latency={name: _seconds(result, theirs) for name, theirs in names.items()},
@@ -273,8 +257,6 @@ def summarise(
         evictions=after.evictions - before.evictions,
         decision_seconds=after.decision_seconds - before.decision_seconds,
         compaction_seconds=after.compaction_seconds - before.compaction_seconds,
-        answer_evictions=after.answer_evictions - before.answer_evictions,
-        answer_seconds=after.answer_seconds - before.answer_seconds,
         drafted=after.draft_tokens - before.draft_tokens,
         accepted=after.accepted_drafts - before.accepted_drafts,
     )

@@ -38,14 +38,6 @@ def budget(text: str) -> float:
     return value
 
 
-def share(text: str) -> float:
-    """A number in [0, 1) of the command line."""
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text}")
-    return value
-
-
 def policy_name(text: str) -> str:
     """A policy of the command line that evicts, or the one that does not."""
     if text not in available():
@@ -104,13 +96,6 @@ def placement(text: str) -> int | None:
     return None if text == AUTO else whole(text)
 
 
-def placement_name(threads: int | None) -> str:
-    """For tables and records."""
-    if threads is None:
-        return "vLLM's own placement of threads"
-    return f"{threads} bound thread{'s' * (threads > 1)}"
-
-
 Fields = Mapping[str, tuple[Callable[[str], Any], str]]
 """What of a scenario can be changed by options: type and help of each field."""
 
@@ -119,8 +104,6 @@ LOAD: Fields = {
     "requests": (whole, "requests of each run"),
     "input_len": (whole, "tokens of each prompt"),
     "output_len": (whole, "tokens of each answer"),
-    "spread": (share, "lengths vary uniformly by up to this share"),
-    "rate": (positive, "requests per second, Poisson"),
     "pool": (whole, "requests that the KV memory holds without eviction"),
     "rounds": (whole, "runs of each side"),
 }
@@ -165,11 +148,3 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
 def with_budgets(arguments: argparse.Namespace, scenario: Scenario) -> Scenario:
     """The scenario with the budgets that were given."""
     return replace(scenario, budgets=tuple(dict.fromkeys(arguments.budgets or scenario.budgets)))
-
-
-def require_room(parser: argparse.ArgumentParser, scenario: Scenario) -> None:
-    """End the program unless the KV memory holds the longest request, as vLLM demands."""
-    if scenario.max_len > scenario.pool * (scenario.input_len + scenario.output_len):
-        parser.error(
-            f"--pool {scenario.pool} does not hold the longest request of --spread {scenario.spread:g}"
-        )

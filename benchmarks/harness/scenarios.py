@@ -1,16 +1,19 @@
-"""What the serving benchmarks run: the model, the loads and the memory they run in, the sides, the targets."""
+"""What the serving benchmarks compare: the model, the loads and the memory they run in, the sides, the targets."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
 from benchmarks.harness.baseline import Baseline
-from benchmarks.harness.load import HEAD_DIM, Load, Run, entry_bytes, longest
+from benchmarks.harness.load import HEAD_DIM, Load, Run, drive, entry_bytes, longest
 from benchmarks.harness.measure import Estimate, Kind, kind, paired_ratio
 from benchmarks.harness.server import Server, cpu_environment
+from benchmarks.harness.tables import Columns
 
 LAYERS, HEADS, KV_HEADS, HIDDEN = 8, 8, 4, 512
 BLOCK = 128
@@ -18,56 +21,103 @@ BLOCK = 128
 SCRATCH = Path(__file__).parents[1] / "out"
 STOCK = "stock"
 
-Round = dict[str, Run]
-"""One run of every turn, by the turn's name."""
+LEAST_ROUNDS = 3
+"""Fewer give no interval that a target could be held against."""
+
+Round = dict[str, Any]
+"""What came of every turn, by its name: a ``load.Run``, or a ``documents.Run``."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A run within a round.
-
-    Attributes:
-        name: of the run in tables and results; the side's own name for the full load.
-        side: whose server runs it.
-        input_len, output_len: tokens of each request.
-    """
-
-    name: str
-    side: str
-    input_len: int
-    output_len: int
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A load, the memory it runs in, and the sides that run it.
+class Comparison(ABC):
+    """Sides that serve the same load in the same KV memory, in turns.
 
     Attributes:
         about: shown in help and results.
+        rounds: how often every turn runs.
+        dtype: in which the servers compute and keep the KV.
+    """
+
+    about: str
+    _: KW_ONLY
+    rounds: int = 3
+    dtype: str = "bfloat16"
+
+    @property
+    @abstractmethod
+    def sides(self) -> Sequence[str]:
+        """Their names; stock vLLM is the first, if it takes part."""
+
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """KV memory of each side, over all ranks."""
+
+    @abstractmethod
+    def server(self, side: str, threads: int | None) -> Server:
+        """A side's server, not started yet; OpenMP threads of each rank, None: as vLLM places them."""
+
+    @abstractmethod
+    def first(self) -> Self:
+        """A small load, with which a server is warmed up."""
+
+    @abstractmethod
+    async def send(self, server: Server, turn: str, number: int) -> Any:
+        """Send the load of a turn and wait for the answers; rounds of other numbers have other prompts."""
+
+    @abstractmethod
+    def columns(self) -> Columns:
+        """Of the table of medians."""
+
+    @abstractmethod
+    def targets(self, name: str, rounds: Sequence[Round]) -> list["Target"]:
+        """What the scenario of this name should reach, and what it did."""
+
+    @property
+    def title(self) -> str:
+        """Of the table."""
+        return f"{self.about}, {self.dtype}"
+
+    def schedule(self, number: int = 0) -> dict[str, str]:
+        """The side of each turn, in order; another side begins each round."""
+        first = number % len(self.sides)
+        return {side: side for side in (*self.sides[first:], *self.sides[:first])}
+
+    def ratios(self, rounds: Sequence[Round]) -> dict[str, dict[str, Estimate]]:
+        """Ratios by side and figure, for the record."""
+        return {}
+
+    def is_judged(self, own: "Comparison", rounds: Sequence[Round]) -> bool:
+        """Whether it ran as the scenario that has the targets, and often enough."""
+        return replace(self, rounds=own.rounds, dtype=own.dtype) == own and len(rounds) >= LEAST_ROUNDS
+
+
+@dataclass(frozen=True)
+class Scenario(Comparison):
+    """Requests that come at once or at a rate; stock vLLM, and eviction at some budgets.
+
+    Attributes:
         requests, input_len, output_len, spread, rate: see Load.
         pool: how many full requests (prompt and output) the KV memory holds.
         policy: of the sides with eviction.
         budgets: one side with eviction for each.
-        rounds: how often every turn runs.
         tensor, pipeline: ranks of each server.
-        dtype: in which the servers compute and keep the KV.
         baseline: another version of this package, which serves each budget once more.
     """
 
-    about: str
     requests: int
     input_len: int
     output_len: int
     pool: int
     budgets: tuple[float, ...] = (0.2,)
     policy: str = "ada-snapkv"
-    rounds: int = 7
     spread: float = 0.0
     rate: float | None = None
     tensor: int = 1
     pipeline: int = 1
-    dtype: str = "bfloat16"
-    baseline: Baseline | None = None
+    baseline: Baseline | None = field(default=None, compare=False)
+
+    layers = LAYERS
+    """Of the model."""
 
     @property
     def max_len(self) -> int:
@@ -117,36 +167,80 @@ class Scenario:
     def kv_bytes(self) -> int:
         """KV memory of all ranks, with the one block that vLLM keeps for itself."""
         blocks = self.pool * -(-(self.input_len + self.output_len) // BLOCK) + 1
-        return blocks * BLOCK * token_bytes(self.dtype)
+        return blocks * BLOCK * token_bytes(self.dtype, self.layers)
 
-    def load(self, input_len: int, output_len: int, seed: int) -> Load:
+    def load(self, seed: int) -> Load:
         """The requests of one run."""
-        return Load(self.requests, input_len, output_len, self.spread, self.rate, seed)
+        return Load(self.requests, self.input_len, self.output_len, self.spread, self.rate, seed)
 
-    def turns(self, number: int = 0) -> list[Turn]:
-        """The runs of a round, in order."""
-        return [Turn(side, side, self.input_len, self.output_len) for side in self.sides]
+    def first(self) -> Self:
+        """Two requests with short answers; the servers have no room for longer ones than the scenario's."""
+        return replace(self, requests=2, output_len=min(4, self.output_len), spread=0.0, rate=None)
 
-    def figures(self, side: str, rounds: Sequence["Round"]) -> dict[str, Estimate]:
-        """What a side with eviction reached, as ratios."""
+    async def send(self, server: Server, turn: str, number: int) -> Run:
+        """Send the requests; the same ones to all sides."""
+        return await drive(server, self.load(number), self.kv_bytes(), self.dtype)
 
-        def ratio(what: Callable[[Run], float], one: str, other: str) -> Estimate:
-            return compare(rounds, lambda runs: what(runs[one]), lambda runs: what(runs[other]))
+    def server(self, side: str, threads: int | None) -> Server:
+        """A side's server; apart from the eviction all get the same, and vLLM's defaults otherwise.
 
+        The baseline's sides get what ours get.
+        """
+        flags = [
+            *("--max-model-len", str(self.max_len), "--dtype", self.dtype),
+            *("--kv-cache-memory-bytes", str(self.kv_bytes() // self.ranks)),  # of each rank
+            "--disable-uvicorn-access-log",
+        ]
+        if self.ranks > 1:
+            flags += ["--tensor-parallel-size", str(self.tensor)]
+            flags += ["--pipeline-parallel-size", str(self.pipeline)]
+        flags += self.flags(side)
+        log = SCRATCH / f"serve-{side.replace(',', '').replace(' ', '-')}.log"
+        vllm = self.baseline.vllm if self.baseline and side in self.baselines else None
+        return Server(self.model(), log, flags, self.environment(threads), vllm=vllm)
+
+    @property
+    def title(self) -> str:
+        """The load and the memory that it runs in."""
+        return (
+            f"{self.requests} x ({self.input_len} in, {self.output_len} out), KV memory for {self.pool}, "
+            f"{self.policy}, {self.dtype}"
+        )
+
+    def columns(self) -> Columns:
+        """Stock vLLM does not tell what its pages hold."""
+        return {
+            "seconds": (lambda run: run.wall, ".2f"),
+            "CPU s": (lambda run: run.cpu, ".2f"),
+            "tokens/s": (lambda run: run.tokens_per_second, ".1f"),
+            "at once": (lambda run: run.peak_running, "g"),
+            "preempted": (lambda run: run.preemptions, "g"),
+            "KV MiB": (lambda run: run.physical_bytes / 2**20, ".1f"),
+            "live MiB": (lambda run: nan if run.logical_bytes is None else run.logical_bytes / 2**20, ".1f"),
+            "evicting": (lambda run: nan if run.logical_bytes is None else run.evict_share, ".1%"),
+            "accepted": (lambda run: run.accepted, "g"),
+        }
+
+    def ratios(self, rounds: Sequence[Round]) -> dict[str, dict[str, Estimate]]:
+        """What each side with eviction reached, over stock vLLM and over the baseline."""
+        return {side: self.figures(side, rounds) for side in self.evicting}
+
+    def figures(self, side: str, rounds: Sequence[Round]) -> dict[str, Estimate]:
+        """What a side with eviction reached."""
         result = {
-            SPEED: ratio(lambda run: run.tokens_per_second, side, self.reference),
-            PER_CPU: ratio(lambda run: run.tokens_per_cpu_second, side, self.reference),
+            SPEED: over(rounds, speed, side, self.reference),
+            PER_CPU: over(rounds, lambda run: run.tokens_per_cpu_second, side, self.reference),
         }
         if self.baseline:
-            result[OVER_BASELINE] = ratio(lambda run: run.tokens_per_second, side, of_baseline(side))
+            result[OVER_BASELINE] = over(rounds, speed, side, of_baseline(side))
         return result
 
-    def targets(self, name: str, rounds: Sequence["Round"]) -> list["Target"]:
+    def targets(self, name: str, rounds: Sequence[Round]) -> list["Target"]:
         """What the scenario of this name should reach on this processor and in its dtype."""
         bounds = TARGETS.get(kind(self.dtype), {}).get(name, {})
         wanted = [
             Target(f"{side}: {measure}", reached[measure], bound)
-            for side, reached in ratios(self, rounds).items()
+            for side, reached in self.ratios(rounds).items()
             for measure, bound in bounds.items()
         ]
         if name == "pool-bound" and bounds:
@@ -154,7 +248,7 @@ class Scenario:
         return wanted
 
 
-def counts(scenario: Scenario, rounds: Sequence["Round"], at_once: int, preemptions: int) -> list["Target"]:
+def counts(scenario: Scenario, rounds: Sequence[Round], at_once: int, preemptions: int) -> list["Target"]:
     """How many requests should run at once in the worst run with eviction, and how many may be preempted."""
     ours = [one[side] for one in rounds for side in scenario.evicting]
     return [
@@ -173,32 +267,27 @@ def of_baseline(side: str) -> str:
     return f"{side}, baseline"
 
 
-def prefill(name: str) -> str:
-    """The turn that computes the prompts of another turn and one token of each answer."""
-    return f"{name}, prefill"
-
-
 SCENARIOS = {
-    "memory-bound": Scenario(
-        "memory for 3 of 24 requests with long answers", *(24, 2048, 768), pool=3, rounds=3
-    ),
+    "memory-bound": Scenario("memory for 3 of 24 requests with long answers", *(24, 2048, 768), pool=3),
     "fits": Scenario(
         "everything fits: what the extension costs, with and without evictions",
         *(8, 512, 128),
         pool=8,
         budgets=(1.0, 0.2),
+        rounds=7,
     ),
     "pool-bound": Scenario(
-        "memory for 4 of 24 requests: eviction lets more run at once", *(24, 2048, 256), pool=4
+        "memory for 4 of 24 requests: eviction lets more run at once", *(24, 2048, 256), pool=4, rounds=7
     ),
     "overhead": Scenario(
         "everything fits and nothing is evicted: what the extension costs on long prompts",
         *(8, 2048, 128),
         pool=8,
         budgets=(1.0,),
+        rounds=7,
     ),
     "prefill-bound": Scenario(
-        "everything fits and prompts dominate: eviction has little to save", *(8, 4096, 32), pool=8
+        "everything fits and prompts dominate: eviction has little to save", *(8, 4096, 32), pool=8, rounds=7
     ),
 }
 
@@ -244,7 +333,8 @@ class Target:
 
     def __str__(self) -> str:
         sign = "<=" if self.at_most else ">="
-        return f"{self.name}: {self.value}, target {sign} {self.bound:g}: {'met' if self.met else 'MISSED'}"
+        value = str(self.value) if isinstance(self.value, Estimate) else f"{self.value:g}"
+        return f"{self.name}: {value}, target {sign} {self.bound:g}: {'met' if self.met else 'MISSED'}"
 
 
 def show_targets(console: Console, targets: Sequence[Target]) -> list[dict[str, Any]]:
@@ -254,21 +344,14 @@ def show_targets(console: Console, targets: Sequence[Target]) -> list[dict[str, 
     return [{**asdict(target), "met": target.met} for target in targets]
 
 
-def compare(
-    rounds: Sequence[Round], ours: Callable[[Round], float], theirs: Callable[[Round], float]
-) -> Estimate:
-    """Ratio of two figures of the same round, over all rounds."""
-    return paired_ratio([ours(one) for one in rounds], [theirs(one) for one in rounds])
+def speed(run: Any) -> float:
+    """Output tokens per second."""
+    return run.tokens_per_second
 
 
-def ratios(scenario: Scenario, rounds: Sequence[Round]) -> dict[str, dict[str, Estimate]]:
-    """The figures of each side with eviction."""
-    return {side: scenario.figures(side, rounds) for side in scenario.evicting}
-
-
-def decode_seconds(name: str, runs: Round) -> float:
-    """Seconds that a turn takes beyond computing its prompts."""
-    return runs[name].wall - runs[prefill(name)].wall
+def over(rounds: Sequence[Round], what: Callable[[Any], float], ours: str, theirs: str) -> Estimate:
+    """A figure of one turn over that of another, round by round."""
+    return paired_ratio([what(one[ours]) for one in rounds], [what(one[theirs]) for one in rounds])
 
 
 def model(max_len: int, layers: int = LAYERS) -> Path:
@@ -289,22 +372,3 @@ def model(max_len: int, layers: int = LAYERS) -> Path:
         max_len=max_len,
         dtype=torch.bfloat16,
     )
-
-
-def make_server(scenario: Scenario, side: str, threads: int | None) -> Server:
-    """The server of a side, not started yet; threads as of :meth:`Scenario.environment`.
-
-    Apart from the eviction all sides get the same, and vLLM's defaults otherwise; the baseline's sides what ours get.
-    """
-    flags = [
-        *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),
-        *("--kv-cache-memory-bytes", str(scenario.kv_bytes() // scenario.ranks)),  # of each rank
-        "--disable-uvicorn-access-log",
-    ]
-    if scenario.ranks > 1:
-        flags += ["--tensor-parallel-size", str(scenario.tensor)]
-        flags += ["--pipeline-parallel-size", str(scenario.pipeline)]
-    flags += scenario.flags(side)
-    log = SCRATCH / f"serve-{side.replace(',', '').replace(' ', '-')}.log"
-    vllm = scenario.baseline.vllm if scenario.baseline and side in scenario.baselines else None
-    return Server(scenario.model(), log, flags, scenario.environment(threads), vllm=vllm)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,6 @@ import psutil  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
 LOG_TAIL, LOG_WIDTH = 25, 300
-LOGGING: dict[str, Any] = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"plain": {"format": "%(levelname)s %(asctime)s %(name)s: %(message)s"}},
-    "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain"}},
-    "loggers": {"vllm": {"handlers": ["out"], "level": "INFO", "propagate": False}},
-}
 
 
 class ServerError(RuntimeError):
@@ -42,12 +33,13 @@ class Snapshot:
         kv_usage: share of the KV memory in use.
         preemptions, output_tokens: counters.
         draft_tokens, accepted_drafts: counters, 0 without speculative decoding.
-        evictions, freed_pages: counters, 0 without eviction.
+        evictions: a counter, 0 without eviction.
         decision_seconds, compaction_seconds: sums over all evictions.
-        answer_evictions, answer_seconds: of these, evictions of answers, and the seconds of both kinds that they took.
         physical_pages, logical_entries: held over all ranks, an entry is one token in one layer and KV head; None
             without eviction.
         cached_pages, uncompressed_pages: of these, what compressed and uncompressed prefixes in the cache hold.
+        cached_prefixes: compressed ones.
+        prefix_hits: prompt tokens that were found in the prefix cache, a counter.
     """
 
     running: int = 0
@@ -58,11 +50,8 @@ class Snapshot:
     draft_tokens: int = 0
     accepted_drafts: int = 0
     evictions: int = 0
-    freed_pages: int = 0
     decision_seconds: float = 0.0
     compaction_seconds: float = 0.0
-    answer_evictions: int = 0
-    answer_seconds: float = 0.0
     physical_pages: int | None = None
     cached_pages: int = 0
     uncompressed_pages: int = 0
@@ -79,14 +68,11 @@ class Snapshot:
     def parse(cls, text: str) -> "Snapshot":
         """Read the text of ``/metrics``; series that differ in labels are added up."""
         totals: dict[str, float] = {}
-        of_answers: dict[str, float] = {}
         # The many buckets of histograms, which nobody needs here, would take most of the time.
         lines = [line for line in text.splitlines() if "_bucket{" not in line]
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-                if sample.labels.get("phase") == "decode":
-                    of_answers[sample.name] = of_answers.get(sample.name, 0.0) + sample.value
 
         def count(name: str) -> int:
             return int(totals.get(f"vllm:{name}", 0))
@@ -103,14 +89,8 @@ class Snapshot:
             draft_tokens=count("spec_decode_num_draft_tokens_total"),
             accepted_drafts=count("spec_decode_num_accepted_tokens_total"),
             evictions=count("kv_eviction_evictions_total"),
-            freed_pages=count("kv_eviction_freed_pages_total"),
             decision_seconds=totals.get("vllm:kv_eviction_decision_seconds_sum", 0.0),
             compaction_seconds=totals.get("vllm:kv_eviction_compaction_seconds_sum", 0.0),
-            answer_evictions=int(of_answers.get("vllm:kv_eviction_evictions_total", 0)),
-            answer_seconds=sum(
-                of_answers.get(f"vllm:kv_eviction_{part}_seconds_sum", 0.0)
-                for part in ("decision", "compaction")
-            ),
             physical_pages=count_if_there("kv_eviction_physical_pages"),
             cached_pages=count("kv_eviction_cached_pages"),
             uncompressed_pages=count("kv_eviction_cached_uncompressed_pages"),
@@ -155,9 +135,6 @@ class Server:
 
     async def __aenter__(self) -> "Server":
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        logging = self.log.with_suffix(".logging.json")
-        logging.write_text(json.dumps(LOGGING))
-        self._env["VLLM_LOGGING_CONFIG_PATH"] = str(logging)
         # No connection is kept, since servers close those that are idle.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.AsyncClient(base_url=self.url, timeout=60, limits=limits)
@@ -225,21 +202,16 @@ class Server:
 
 
 @contextlib.contextmanager
-def paused(servers: Iterable[Server]) -> Iterator[None]:
-    """Let servers take no CPU time meanwhile: one without requests still does, on cores that it shares."""
-    stopped = list(servers)
-    for server in stopped:
-        server.signal(signal.SIGSTOP)
+def alone(server: Server, servers: Iterable[Server]) -> Iterator[None]:
+    """Let all servers but one take no CPU time meanwhile: those without requests still do, on cores that they share."""
+    stopped = [other for other in servers if other is not server]
+    for other in stopped:
+        other.signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        for server in stopped:
-            server.signal(signal.SIGCONT)
-
-
-def alone(server: Server, servers: Iterable[Server]) -> AbstractContextManager[None]:
-    """Pause all these servers but one."""
-    return paused(other for other in servers if other is not server)
+        for other in stopped:
+            other.signal(signal.SIGCONT)
 
 
 def end(process: subprocess.Popen) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from vllm_kvevict.schedules.reports import Report
@@ -67,11 +68,8 @@ class Outcome:
 
     def summary(self) -> dict[str, Any]:
         """For the record: everything but the single steps."""
-        record = asdict(self)
-        record["steps"] = len(self.steps)
-        record["prefill_seconds"] = self.prefill_seconds
-        record["decode_seconds"] = self.decode_seconds
-        return record
+        parts = {"prefill_seconds": self.prefill_seconds, "decode_seconds": self.decode_seconds}
+        return asdict(self) | {"steps": len(self.steps), **parts}
 
 
 class Side:
@@ -93,7 +91,7 @@ class Side:
         self._process = context.Process(
             target=_serve, args=(theirs, str(self.log), str(model), settings), name=name, daemon=True
         )
-        with _environment(threads):
+        with mock.patch.dict(os.environ, _environment(threads)):
             self._process.start()
         theirs.close()
 
@@ -154,10 +152,9 @@ def running(*sides: Side) -> Iterator[None]:
             side.close()
 
 
-@contextlib.contextmanager
-def _environment(threads: int) -> Iterator[None]:
+def _environment(threads: int) -> dict[str, str]:
     """What vLLM gives its CPU workers, for a process that is worker and engine in one."""
-    ours = {
+    return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -166,16 +163,6 @@ def _environment(threads: int) -> Iterator[None]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "VLLM_KVEVICT_CHECK": "0",
     }
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def preloads() -> str:

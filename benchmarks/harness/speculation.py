@@ -13,18 +13,7 @@ from pathlib import Path
 from benchmarks.harness.load import Load
 from benchmarks.harness.measure import Estimate
 from benchmarks.harness.models import make_variant
-from benchmarks.harness.scenarios import (
-    SCRATCH,
-    SPEED,
-    STOCK,
-    Round,
-    Scenario,
-    Target,
-    Turn,
-    compare,
-    model,
-    ratios,
-)
+from benchmarks.harness.scenarios import SCRATCH, SPEED, STOCK, Round, Scenario, Target, model, over, speed
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -105,29 +94,20 @@ class Copying(Scenario):
         """The one that counts."""
         return copying_model(max(4096, self.max_len))
 
-    def load(self, input_len: int, output_len: int, seed: int) -> CopyLoad:
+    def load(self, seed: int) -> CopyLoad:
         """The requests of one run."""
-        return CopyLoad(self.requests, input_len, output_len, seed=seed, every=self.every)
-
-    def turns(self, number: int = 0) -> list[Turn]:
-        """The runs of a round, in order; another side begins each."""
-        turns = super().turns()
-        first = number % len(turns)
-        return [*turns[first:], *turns[:first]]
+        return CopyLoad(self.requests, self.input_len, self.output_len, seed=seed, every=self.every)
 
     def figures(self, side: str, rounds: Sequence[Round]) -> dict[str, Estimate]:
         """Also what drafts bring beside eviction."""
         plain = side.removesuffix(with_ngram(""))
-        over = compare(
-            rounds, lambda runs: runs[side].tokens_per_second, lambda runs: runs[plain].tokens_per_second
-        )
-        return super().figures(side, rounds) | {OVER_PLAIN: over}
+        return super().figures(side, rounds) | {OVER_PLAIN: over(rounds, speed, side, plain)}
 
     def targets(self, name: str, rounds: Sequence[Round]) -> list[Target]:
         """Drafts should not cost more than they bring, beside stock vLLM with drafts and beside no drafts."""
         return [
             Target(f"{side}: {measure}", reached[measure], 1.0)
-            for side, reached in ratios(self, rounds).items()
+            for side, reached in self.ratios(rounds).items()
             for measure in (SPEED, OVER_PLAIN)
         ]
 

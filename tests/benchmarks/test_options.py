@@ -31,8 +31,6 @@ def parse(name: str, *words: str):
         module = f"micro.{name}" if name in NAMES else "kvpress.__main__"
         return loop.parse(name, importlib.import_module(f"benchmarks.{module}"), words)
     module = importlib.import_module(f"benchmarks.{name}")
-    if hasattr(module, "BENCHMARK"):
-        return importlib.import_module("benchmarks.harness.command").parse(module.BENCHMARK, words)[0]
     found = module.parse_arguments([*OF_ALL.get(name, []), *words])
     return found[0] if isinstance(found, tuple) else found
 
@@ -77,17 +75,14 @@ demo --answer 9999: --answer must be at most
 kvpress --input-len 100: must keep more than 32 tokens
 kvpress --budget 1: --budget must be below 1
 kvpress --output-len 1: --output-len must be at least 2
-latency --rate 2: unrecognized arguments: --rate 2
 latency --rates 0: --rates: must be above 0
 prefix nothing: there is no scenario nothing
-throughput overhead --spread 1: --spread: must be
-throughput overhead --pool 1 --spread 0.5: --pool 1 does not hold
 throughput overhead --decode-budget 5: --decode-budget belongs to other scenarios
 throughput reasoning-long --policy h2o: --policy must evict answers
 throughput overhead --values 3: --values belong to --sweep
 throughput overhead --sweep pool: --sweep has a load of its own
 throughput --sweep pool --pool 3: --sweep pool sets that itself
-throughput --sweep parallel --values 3x1: --values 3x1:
+throughput --sweep parallel --values 2x0: --values 2x0: must be at least 1
 throughput --sweep context --values -5x: --values
 throughput overhead --baseline .: --baseline: there is no bin/python
 soak --without-reset: --without-reset needs --updates

@@ -10,17 +10,16 @@ import httpx
 import pytest
 
 from benchmarks import chat, prefix
-from benchmarks.chat import ask_last, drive, later_wait, lead
-from benchmarks.harness import command, documents
-from benchmarks.harness.chats import CHEAP, EVICTING, FULL, REPEATING, SIDES
-from benchmarks.harness.chats import SCENARIOS as CHATS
+from benchmarks.chat import CHEAP, EVICTING, FULL, REPEATING, SIDES, ask_last, lead
+from benchmarks.harness import bench, documents
 from benchmarks.harness.documents import Answer, Run, ask
 from benchmarks.harness.load import PAGE, page_bytes
-from benchmarks.harness.questions import SCENARIOS as DOCUMENTS
-from benchmarks.harness.questions import SIDES as OF_DOCUMENTS
-from benchmarks.harness.questions import STOCK_WITHOUT, WITH, WITHOUT
 from benchmarks.harness.scenarios import KV_HEADS, LAYERS, STOCK
 from benchmarks.harness.server import ServerError, Snapshot
+from benchmarks.prefix import SIDES as OF_DOCUMENTS
+from benchmarks.prefix import STOCK_WITHOUT, WARM, WITH, WITHOUT
+
+DOCUMENTS, CHATS = prefix.SCENARIOS, chat.SCENARIOS
 
 # Documents.
 
@@ -36,65 +35,62 @@ def test_questions_share_documents_and_nothing_else():
     assert not {tuple(p[:50]) for p in prompts} & {tuple(p[:50]) for p in scenario.prompts(seed=2)}
 
 
-def flags_of(module, monkeypatch, name: str, scenario, sides) -> dict[str, list[str]]:
+def flags_of(monkeypatch, scenario, sides) -> dict[str, list[str]]:
     """By side, without the port."""
     monkeypatch.setattr(documents, "model", lambda max_len: Path("m"))
-    commands = {side: module.make_server(name, scenario, side, 1).command for side in sides}
+    commands = {side: scenario.server(side, 1).command for side in sides}
     return {side: [word for word in words if not word.isdigit()] for side, words in commands.items()}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_sides_of_documents_differ_in_eviction_and_caching_alone(name, monkeypatch):
-    flags = flags_of(prefix, monkeypatch, name, DOCUMENTS[name], (*OF_DOCUMENTS, STOCK_WITHOUT))
+    flags = flags_of(monkeypatch, DOCUMENTS[name], (*OF_DOCUMENTS, STOCK_WITHOUT))
     policy = "kvzip" if name == "compressed" else "ada-snapkv"
     no_cache = ["--no-enable-prefix-caching"]
     assert flags[WITH] == flags[STOCK] + ["--kv-eviction", policy, "--kv-budget", "0.2"]
     assert flags[WITHOUT] == flags[WITH] + no_cache and flags[STOCK_WITHOUT] == flags[STOCK] + no_cache
 
 
-def run(first: list[float], wall: float, computed=0, **more) -> Run:
-    return Run(wall, first, computed, output_tokens=100, **more)
+def run(first: list[float], wall: float = 10.0, **more) -> Run:
+    return Run(wall, first, **{"output_tokens": 100, **more})
 
 
-def met(name: str, cold: dict[str, Run], warm=None) -> list[bool]:
-    rounds = [{"cold": cold, "warm": warm or {}}] * 3
-    return [target.met for target in prefix.figures(name, DOCUMENTS[name], rounds)]
+def met(scenarios, name: str, one: dict[str, Run]) -> list[bool]:
+    return [target.met for target in scenarios[name].targets(name, [one] * 3)]
 
 
 def test_verdicts_on_documents():
     least = 8192 + 16 * 32
-    cold = {STOCK: run([1.0], 20.0), WITHOUT: run([10.0], 90.0), WITH: run([1.05], 10.0, least)}
-    warm = {side: run([0.1], 5.0) for side in OF_DOCUMENTS}
-    assert met("document", cold, warm) == [True] * 5
+    one = {STOCK: run([1.0], 20.0), WITHOUT: run([10.0], 90.0), WITH: run([1.05], 10.0, computed=least)}
+    one |= {STOCK + WARM: run([0.1]), WITH + WARM: run([0.1])}
+    assert met(DOCUMENTS, "document", one) == [True] * 5
     # One document read twice is one too many.
-    cold[WITH] = run([1.05], 10.0, least + 8192)
-    assert met("document", cold, warm) == [True] * 4 + [False]
+    one[WITH] = run([1.05], 10.0, computed=least + 8192)
+    assert met(DOCUMENTS, "document", one) == [True] * 4 + [False]
     waits = [1.0] * 16 + [0.05] * 32
-    cold = {STOCK: run([1.0] * 48, 1.0), WITHOUT: run([1.0] * 48, 1.0), WITH: run(waits, 1.0, hits=31)}
-    assert met("documents", cold) == [True] * 3
-    cold |= {WITH: run(waits, 1.0, hits=30), STOCK: run([1.0] * 48, 1.0, hits=2)}
-    assert met("documents", cold) == [False, False, True]
+    one = {STOCK: run([1.0] * 48), WITHOUT: run([1.0] * 48), WITH: run(waits, hits=31)}
+    assert met(DOCUMENTS, "documents", one) == [True] * 3
+    one |= {WITH: run(waits, hits=30), STOCK: run([1.0] * 48, hits=2)}
+    assert met(DOCUMENTS, "documents", one) == [False, False, True]
 
 
 @pytest.mark.parametrize("name", ["unique", "unrelated"])
 def test_verdicts_without_shared_prefixes(name):
-    cold = {WITHOUT: run([1.0], 1.0, preemptions=2), WITH: run([1.0], 1.01, preemptions=2)}
-    assert met(name, cold) == [True, True]
-    cold[WITH] = run([1.0], 1.05, preemptions=3)
-    assert met(name, cold) == [False, False]
+    one = {WITHOUT: run([1.0], 1.0, preemptions=2), WITH: run([1.0], 1.01, preemptions=2)}
+    assert met(DOCUMENTS, name, one) == [True, True]
+    one[WITH] = run([1.0], 1.05, preemptions=3)
+    assert met(DOCUMENTS, name, one) == [False, False]
 
 
 @pytest.mark.parametrize("wait, pages, verdict", [(0.15, 0.21, True), (0.25, 0.26, False)])
 def test_verdicts_after_the_first_question(wait, pages, verdict):
     """It waits for the compression, or for the reading; the others must not."""
     whole = 8192 // PAGE * LAYERS * KV_HEADS
-    ours = run([30.0] + [wait] * 15, 33.0, held_by_each=pages * whole)
-    assert met("compressed", {STOCK_WITHOUT: run([10.0] * 16, 160.0), WITH: ours}) == [verdict] * 2
-    assert met("long", {STOCK_WITHOUT: run([10.0] * 2, 20.0), WITH: ours}) == [verdict]
-    cold = {side: run([10.0] * 16, 160.0) for side in OF_DOCUMENTS} | {
-        WITH: run([9.0] + [4 * wait] * 15, 9.0)
-    }
-    assert met("exact", cold) == [verdict]
+    ours = run([30.0] + [wait] * 15, held_by_each=pages * whole)
+    assert met(DOCUMENTS, "compressed", {STOCK_WITHOUT: run([10.0] * 16), WITH: ours}) == [verdict] * 2
+    assert met(DOCUMENTS, "long", {STOCK_WITHOUT: run([10.0] * 2), WITH: ours}) == [verdict]
+    one = {WITHOUT: run([10.0] * 16), WITH: run([9.0] + [4 * wait] * 15)}
+    assert met(DOCUMENTS, "exact", one) == [verdict]
 
 
 # Chats.
@@ -110,49 +106,35 @@ def test_chats_share_nothing_and_sides_hear_the_same():
 
 @pytest.mark.parametrize("name", CHATS)
 def test_sides_of_chats_differ_in_eviction_alone(name, monkeypatch):
-    flags = flags_of(chat, monkeypatch, name, CHATS[name], SIDES)
+    flags = flags_of(monkeypatch, CHATS[name], SIDES)
     assert flags[FULL] == flags[STOCK] + ["--kv-eviction", "full"]
     budget = ["--kv-budget", f"{CHATS[name].budget:g}"]
     assert flags[EVICTING] == flags[STOCK] + ["--kv-eviction", "ada-snapkv", *budget]
 
 
-def chat_run(first: list[float], wall: float = 10.0, most_running: int = 0) -> Run:
-    return Run(wall, first, most_running=most_running)
-
-
-def chat_met(name: str, runs: dict[str, Run]) -> list[bool]:
-    return [target.met for target in chat.figures(name, CHATS[name], [{"": runs}] * 3)]
-
-
 def test_verdicts_on_turns_and_crowds():
-    assert later_wait(replace(CHATS["turns"], turns=3), chat_run([9.0, 1.0, 2.0, 9.0, 3.0, 4.0])) == 2.5
+    assert replace(CHATS["turns"], turns=3).later_wait(run([9.0, 1.0, 2.0, 9.0, 3.0, 4.0])) == 2.5
     for full, evicting, verdict in ((1.05, 1.25, True), (1.15, 1.35, False)):
         waits = {STOCK: 1.0, FULL: full, EVICTING: evicting}
-        one = {side: chat_run(([5.0] + [wait] * 7) * 2, 10 * wait) for side, wait in waits.items()}
-        assert chat_met("turns", one) == [verdict] * 3
+        one = {side: run(([5.0] + [wait] * 7) * 2, 10 * wait) for side, wait in waits.items()}
+        assert met(CHATS, "turns", one) == [verdict] * 3
     for most, verdict in ((6, True), (5, False)):
-        one = {STOCK: chat_run([1.0], most_running=3), EVICTING: chat_run([1.0], most_running=most)}
-        assert chat_met("crowd", one) == [verdict]
+        one = {STOCK: run([1.0], most_running=3), EVICTING: run([1.0], most_running=most)}
+        assert met(CHATS, "crowd", one) == [verdict]
 
 
-def test_verdict_on_agents():
+@pytest.mark.parametrize(
+    "cached, wait, held, verdict",
+    [(0.98, 0.1, 0.29, [True] * 7), (0.9, 0.5, 0.4, [False, True, False, False, False, False, False])],
+)
+def test_verdict_on_agents(cached, wait, held, verdict):
     agents = CHATS["agents"]
-
     pages = agents.whole_bytes / page_bytes(agents.dtype)
-
-    def verdict(cached: float, wait: float, held: float) -> list[bool]:
-        first = ([1.0] + [wait] * (agents.turns - 1)) * agents.chats
-        ours = replace(
-            chat_run(first, 10 * wait),
-            cached=round(cached * agents.known_len),
-            held=round(held * pages),
-            uncompressed=round(0.06 * pages),
-        )
-        stock = replace(chat_run([1.0] * agents.turns * agents.chats), cached=0)
-        return chat_met("agents", {STOCK: stock, EVICTING: stock, CHEAP: ours, REPEATING: ours})
-
-    assert verdict(0.98, 0.1, 0.29) == [True] * 7
-    assert verdict(0.9, 0.5, 0.4) == [False, True, False, False, False, False, False]
+    cache = {"held": round(held * pages), "uncompressed": round(0.06 * pages)}
+    first = ([1.0] + [wait] * (agents.turns - 1)) * agents.chats
+    ours = run(first, 10 * wait, cached=round(cached * agents.known_len), **cache)
+    stock = run([1.0] * agents.turns * agents.chats)
+    assert met(CHATS, "agents", {STOCK: stock, EVICTING: stock, CHEAP: ours, REPEATING: ours}) == verdict
 
 
 def client_of(sent: list[dict]) -> httpx.AsyncClient:
@@ -209,7 +191,7 @@ def test_each_run_begins_with_nothing_cached(name, monkeypatch):
     monkeypatch.setattr(documents, "http_client", lambda server: client_of(sent))
     monkeypatch.setattr(documents, "SETTLE_SECONDS", 0)
     small = replace(CHATS[name], chats=2, turns=2, turn_len=3, answer_len=2, system_len=4)
-    one = asyncio.run(drive(server, small, CHEAP, 7))
+    one = asyncio.run(small.send(server, CHEAP, 7))
     assert [message.get("reset") for message in sent] == [True] + [None] * len(one.first_token)
     assert len(one.first_token) == (2 if small.at_once else 4)
     assert (one.held, one.uncompressed) == (3, 2)
@@ -242,43 +224,48 @@ def test_chats_take_turns_and_tell_where_these_end():
 # Rounds.
 
 
+class Idle:
+    """A server that does nothing."""
+
+    paused = False
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    def signal(self, number):
+        self.paused = not self.paused
+
+
 def test_another_side_begins_each_round_and_works_alone(monkeypatch, at_level):
     at_level("avx512")
     told, saved = [], {}
+    servers = {side: Idle() for side in CHATS["crowd"].sides}
 
-    class Idle:
-        def __init__(self, side):
-            self.side, self.paused = side, False
-
-        async def __aenter__(self):
-            return self
-
-        async def __aexit__(self, *_):
-            pass
-
-        def signal(self, number):
-            self.paused = not self.paused
-
-    servers = {side: Idle(side) for side in CHATS["crowd"].sides}
-
-    async def drive(server, scenario, side, number):
+    async def send(scenario, server, side, number):
         others = [other for other in servers.values() if other is not server]
         told.append((side, number, scenario.chats))
-        assert number < 0 or (not server.paused and all(other.paused for other in others))
-        return chat_run([1.0], most_running=3 if side == STOCK else 9)
+        assert not number or (not server.paused and all(other.paused for other in others))
+        return run([1.0], most_running=3 if side == STOCK else 9)
 
-    benchmark = replace(
-        chat.BENCHMARK, server=lambda name, scenario, side, threads: servers[side], drive=drive
-    )
-    monkeypatch.setattr(
-        command, "save", lambda name, content, folder: saved.update({name: content["results"]})
-    )
-    arguments, chosen = command.parse(benchmark, ["crowd", "--rounds", "3", "--dtype", "bfloat16"])
-    asyncio.run(command.measure(benchmark, arguments, chosen))
-    order = [(STOCK, -1, 1), (EVICTING, -1, 1), (STOCK, 0, 12), (EVICTING, 0, 12)]
-    assert told[:6] == [*order, (EVICTING, 1, 12), (STOCK, 1, 12)] and len(told) == 8
-    results = saved["chat-crowd"]["scenarios"]["crowd"]
+    monkeypatch.setattr(chat.Scenario, "server", lambda scenario, side, threads: servers[side])
+    monkeypatch.setattr(chat.Scenario, "send", send)
+    monkeypatch.setattr(bench, "save", lambda name, content: saved.update({name: content["results"]}))
+    arguments, chosen = chat.parse_arguments(["crowd", "--rounds", "3", "--dtype", "bfloat16"])
+    asyncio.run(bench.measure("chat", arguments, chosen, CHATS))
+    warm_up = [(STOCK, 0, 1), (EVICTING, 0, 1)]
+    assert told[:6] == [*warm_up, (EVICTING, 1, 12), (STOCK, 1, 12), (STOCK, 2, 12), (EVICTING, 2, 12)]
+    results = saved["chat-crowd"]
+    assert len(told) == 8 and list(results["rounds"][0]) == [STOCK, EVICTING]
     assert results["rounds"][0][STOCK]["most_running"] == 3 and results["targets"][0]["met"]
-    assert not command.is_judged(replace(chosen["crowd"], chats=3), CHATS["crowd"], [1, 2, 3])
-    assert not command.is_judged(chosen["crowd"], CHATS["crowd"], [1, 2])
-    assert prefix.phases("document", DOCUMENTS["document"])["warm"] == (STOCK, WITH)
+
+
+def test_what_was_asked_is_asked_again_at_the_end_of_a_round():
+    for number in range(3):
+        turns = DOCUMENTS["document"].schedule(number)
+        assert list(turns)[3:] == [f"{side}{WARM}" for side in list(turns)[:3] if side != WITHOUT]
+    assert not any(
+        WARM in turn for name in DOCUMENTS if name != "document" for turn in DOCUMENTS[name].schedule()
+    )

@@ -9,19 +9,15 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.harness.baseline import Baseline
-from benchmarks.harness.bench import as_record
+from benchmarks.harness.bench import as_record, summary
 from benchmarks.harness.measure import record, save
 from benchmarks.harness.scenarios import SCENARIOS, STOCK, Scenario
-from benchmarks.throughput import show
 from tests.benchmarks.runs import ours, run_of
 
 
 def rounds_of(scenario: Scenario, seconds: float) -> list[dict]:
     """Stock vLLM takes 2 s, every other side this long."""
-    return [
-        {turn.name: run_of(2.0) if turn.side == STOCK else ours(seconds) for turn in scenario.turns()}
-        for _ in range(3)
-    ]
+    return [{side: run_of(2.0) if side == STOCK else ours(seconds) for side in scenario.sides}] * 3
 
 
 @pytest.fixture
@@ -30,7 +26,8 @@ def folder(tmp_path, at_level):
     at_level("avx512")
     for name, seconds in (("pool-bound", 1.0), ("overhead", 2.5)):
         scenario = replace(SCENARIOS[name], baseline=Baseline("other", {}, "abc") if seconds == 1 else None)
-        shown = show(Console(file=io.StringIO()), name, scenario, rounds_of(scenario, seconds))
+        rounds = rounds_of(scenario, seconds)
+        shown = summary(Console(file=io.StringIO()), name, scenario, SCENARIOS[name], rounds)
         save(f"throughput-{name}", record("throughput", {"threads": 1, **shown}), tmp_path)
     base = Scenario("", 12, 1024, 128, pool=3)
     values = [

@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks import throughput
 from benchmarks.harness import bench, scenarios
 from benchmarks.harness.baseline import Baseline
-from benchmarks.harness.bench import Bench
+from benchmarks.harness.bench import Bench, summary
 from benchmarks.harness.load import Run
 from benchmarks.harness.measure import Estimate
 from benchmarks.harness.scenarios import (
@@ -25,14 +25,13 @@ from benchmarks.harness.scenarios import (
     TARGETS,
     Scenario,
     Target,
-    make_server,
-    ratios,
     token_bytes,
 )
-from benchmarks.latency import BASE, AtRate, latency_table, panels, run_rates
+from benchmarks.latency import BASE, AtRate, panels, run_rates
+from benchmarks.latency import show as show_latency
 from benchmarks.latency import targets as latency_targets
-from benchmarks.throughput import parse_arguments, runs_table, show
-from tests.benchmarks.runs import ours, run_of
+from benchmarks.throughput import parse_arguments
+from tests.benchmarks.runs import ours, run_of, without_port
 
 QUIET = Console(file=io.StringIO())
 
@@ -45,11 +44,6 @@ def rounds_of(scenario: Scenario, ours_wall: float = 1.0, **changes) -> list[dic
     ]
 
 
-def without_port(command: list[str]) -> list[str]:
-    port = command.index("--port") + 1
-    return command[:port] + command[port + 1 :]
-
-
 def test_the_whole_interval_has_to_reach_a_target():
     assert Target("at least", 12, 12).met and not Target("at most", 3, 2, at_most=True).met
     value = Estimate(1.3, 1.2, 1.4)
@@ -60,7 +54,7 @@ def test_the_whole_interval_has_to_reach_a_target():
 
 
 def test_ratios_are_taken_over_stock():
-    reached = ratios(SCENARIOS["fits"], rounds_of(SCENARIOS["fits"], cpu=0.5))
+    reached = SCENARIOS["fits"].ratios(rounds_of(SCENARIOS["fits"], cpu=0.5))
     assert list(reached) == ["budget 1", "budget 0.2"]
     for one in reached.values():
         assert (one[SPEED].median, one[PER_CPU].median) == (2.0, 2.0)
@@ -80,8 +74,8 @@ def test_every_target_can_be_met_and_missed(kind, name, at_level):
     scenario = replace(SCENARIOS[name], dtype=kind[1])
     for wall, cpu, met in ((0.5, 0.5, True), (3.0, 2.0, False)):
         run = ours(wall, cpu=cpu, peak=12 * met, preemptions=3 * (not met))
-        turns = {turn.name: run_of(2.0) for turn in scenario.turns()}
-        wanted = scenario.targets(name, [turns | dict.fromkeys(scenario.evicting, run)] * 3)
+        turns = {"stock": run_of(2.0), **dict.fromkeys(scenario.evicting, run)}
+        wanted = scenario.targets(name, [turns] * 3)
         assert len(wanted) >= len(TARGETS[kind].get(name, {})) and all(target.met == met for target in wanted)
 
 
@@ -95,9 +89,9 @@ def test_pool_holds_as_many_full_requests_as_it_says(name, dtype):
 
 
 def test_options_change_the_scenario():
-    changes = ["--requests", "3", "--budget", "0.5", "0.2", "--rate", "2", "--rounds", "1"]
+    changes = ["--requests", "3", "--budget", "0.5", "0.2", "--rounds", "1"]
     arguments, chosen = parse_arguments(["overhead", *changes, "--dtype", "float32"])
-    given = {"requests": 3, "budgets": (0.5, 0.2), "rate": 2.0, "rounds": 1, "dtype": "float32"}
+    given = {"requests": 3, "budgets": (0.5, 0.2), "rounds": 1, "dtype": "float32"}
     assert chosen == {"overhead": replace(SCENARIOS["overhead"], **given)} and arguments.threads is None
     assert parse_arguments(["overhead", "--threads", "1"])[0].threads == 1
     assert parse_arguments(["overhead", "--threads", "auto"])[0].threads is None
@@ -107,7 +101,7 @@ def test_options_change_the_scenario():
 def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
     monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
     scenario = replace(SCENARIOS["pool-bound"], tensor=2, dtype="float32")
-    stock, evicting = (make_server(scenario, side, threads=1).command for side in scenario.sides)
+    stock, evicting = (scenario.server(side, threads=1).command for side in scenario.sides)
     assert evicting[-4:] == ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
     assert without_port(stock) == without_port(evicting)[:-4]
     per_rank = stock[stock.index("--kv-cache-memory-bytes") + 1]
@@ -120,39 +114,44 @@ def test_the_baseline_serves_each_budget_once_more(monkeypatch, tmp_path, at_lev
     monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
     scenario = replace(SCENARIOS["fits"], baseline=Baseline("other", {"vllm-kvevict": "0.1"}, "abc"))
     assert scenario.sides == ["stock", "budget 1", "budget 0.2", "budget 1, baseline", "budget 0.2, baseline"]
-    _, _, served, _, other = (make_server(scenario, side, threads=None) for side in scenario.sides)
+    _, _, served, _, other = (scenario.server(side, threads=None) for side in scenario.sides)
     assert Path(other.command[0]) == Path.cwd() / "other/bin/vllm" and other.command[0] != served.command[0]
     assert without_port(other.command)[1:] == without_port(served.command)[1:] and other.log != served.log
     walls = dict(zip(scenario.sides, (2.0, 1.0, 0.5, 3.0, 0.25), strict=True))
     rounds = [{side: run_of(wall) for side, wall in walls.items()}] * 3
-    reached = ratios(scenario, rounds)
+    reached = scenario.ratios(rounds)
     assert [one[OVER_BASELINE].median for one in reached.values()] == [3.0, 0.5]
-    assert OVER_BASELINE not in ratios(SCENARIOS["fits"], rounds)["budget 1"]
+    assert OVER_BASELINE not in SCENARIOS["fits"].ratios(rounds)["budget 1"]
     # The scenario's own targets still hold.
-    assert show(QUIET, "fits", scenario, rounds)["targets"]
+    assert judged("fits", scenario, rounds)
     assert asdict(scenario)["baseline"]["commit"] == "abc"
 
 
 def test_the_table_has_dashes_where_stock_tells_nothing():
     console = Console(file=io.StringIO(), width=130)
-    console.print(runs_table("title", rounds_of(SCENARIOS["pool-bound"])))
+    scenario = SCENARIOS["pool-bound"]
+    summary(console, "pool-bound", scenario, None, rounds_of(scenario))
     rows = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
     assert [[cell.strip() for cell in row[-3:-1]] for row in rows] == [["-", "-"], ["0.5", "0.0%"]]
+
+
+def judged(name: str, scenario: Scenario, rounds) -> list[dict]:
+    return summary(QUIET, name, scenario, SCENARIOS[name], rounds)["targets"]
 
 
 def test_targets_hold_for_the_scenarios_own_sizes_and_enough_rounds(at_level):
     at_level("avx512")
     scenario = SCENARIOS["overhead"]
     rounds = rounds_of(scenario)
-    (target,) = show(QUIET, "overhead", scenario, rounds)["targets"]
+    (target,) = judged("overhead", scenario, rounds)
     assert target["met"] and target["bound"] == 0.92
     for other in (replace(scenario, requests=1), replace(scenario, dtype="float32")):
-        assert show(QUIET, "overhead", other, rounds)["targets"] == []
-    assert show(QUIET, "overhead", scenario, rounds[:2])["targets"] == []
+        assert judged("overhead", other, rounds) == []
+    assert judged("overhead", scenario, rounds[:2]) == []
     at_level("avx2")
-    assert show(QUIET, "overhead", scenario, rounds)["targets"] == []
+    assert judged("overhead", scenario, rounds) == []
     other = replace(SCENARIOS["pool-bound"], dtype="float32")
-    assert len(show(QUIET, "pool-bound", other, rounds_of(other))["targets"]) == 3
+    assert len(judged("pool-bound", other, rounds_of(other))) == 3
 
 
 def test_records_of_other_kinds_have_files_of_their_own_and_a_sweep_that_is_stopped_keeps_its_values(
@@ -165,8 +164,12 @@ def test_records_of_other_kinds_have_files_of_their_own_and_a_sweep_that_is_stop
             raise KeyboardInterrupt
         return rounds_of(scenario)
 
-    monkeypatch.setattr(throughput.Bench, "run", run)
-    monkeypatch.setattr(throughput, "save", lambda name, content: saved.update({name: content["results"]}))
+    async def measure(options: str) -> None:
+        arguments, chosen = parse_arguments(options.split())
+        await bench.measure("throughput", arguments, chosen, SCENARIOS, arguments.sweep)
+
+    monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(bench, "save", lambda name, content: saved.update({name: content["results"]}))
     for level, options in (
         ("avx512", "overhead --dtype bfloat16"),
         ("avx512", "overhead --dtype float32"),
@@ -174,11 +177,11 @@ def test_records_of_other_kinds_have_files_of_their_own_and_a_sweep_that_is_stop
         ("avx512", f"overhead --dtype bfloat16 --baseline {sys.prefix}"),
     ):
         at_level(level)
-        asyncio.run(throughput.measure(*parse_arguments(options.split())))
+        asyncio.run(measure(options))
     names = ["throughput-overhead", "throughput-overhead-avx512-float32", "mine"]
     assert list(saved) == [*names, "throughput-overhead-over-baseline"]
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(throughput.measure(*parse_arguments(["--sweep", "pool", "--dtype", "bfloat16"])))
+        asyncio.run(measure("--sweep pool --dtype bfloat16"))
     assert [one["value"] for one in saved["throughput-sweep-pool"]["values"]] == ["2", "3"]
 
 
@@ -202,10 +205,15 @@ def test_latency_targets_are_of_the_usual_kind_and_load(at_level):
     swapped = [dict(zip(one, reversed(one.values()), strict=True)) for one in results[0].rounds]
     slower = [replace(at, rounds=swapped) for at in results]
     assert not any(target.met for target in latency_targets(BASE, slower))
-    assert len(latency_targets(replace(BASE, requests=96, rounds=7), results)) == 3
-    for other in (replace(BASE, requests=3), replace(BASE, rounds=1), replace(BASE, pool=8)):
+    for other in (replace(BASE, requests=3), replace(BASE, pool=8), replace(BASE, dtype="float32")):
         assert latency_targets(other, results) == []
-    assert latency_table(BASE, results).row_count == 3 * 4 and len(panels(BASE, results)) == 2
+    assert len(panels(BASE, results)) == 2
+    console = Console(file=io.StringIO(), width=130)
+    show_latency(console, BASE, results[0])
+    assert (
+        "0.400" in console.file.getvalue()
+        and "budget 0.2: tpot over stock's: p50 0.25" in console.file.getvalue()
+    )
     # An answer of one token has no time between tokens.
     assert set(at_rate(0.5, ("ttft", "e2e")).ratios("budget 0.2")) == {"ttft", "e2e"}
 
@@ -218,19 +226,19 @@ def test_rates_are_multiples_of_what_stock_completes(monkeypatch):
             (running.discard if number == signal.SIGSTOP else running.add)(self)
 
     async def drive(server, load, kv_bytes, dtype):
-        loads.append((server, load))
         assert running == {server}
+        loads.append((server, load))
         return replace(run_of(8.0 if server == "stock" else 4.0), completed=24)
 
     async def start(self, stack, scenario, prefix=""):
         return {side: Paused(side) for side in scenario.sides}
 
-    monkeypatch.setattr(bench, "drive", drive)
+    monkeypatch.setattr(scenarios, "drive", drive)
     monkeypatch.setattr(Bench, "start", start)
     saturation, results = asyncio.run(run_rates(Bench(1, 10), replace(BASE, rounds=2), (0.5, 1.0)))
     assert saturation["stock"].requests_per_second == 3.0
     assert [(at.rate, len(at.rounds)) for at in results] == [(1.5, 2), (3.0, 2)]
-    assert [server for server, _ in loads] == ["stock", "budget 0.2"] * 5
+    assert [server for server, _ in loads[::2]] == ["stock", "budget 0.2", "budget 0.2", "stock", "stock"]
     assert [load.rate for _, load in loads[::2]] == [None, 1.5, 3.0, 1.5, 3.0]
     for (_, stock), (_, evicting) in zip(loads[::2], loads[1::2], strict=True):
         assert stock == evicting  # the same prompts and arrivals
