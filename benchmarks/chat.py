@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.bench import measure, parse
-from benchmarks.harness.documents import Answer, Run, ask, make_server, measured
+from benchmarks.harness.documents import Answer, Run, ask, environment, measured
 from benchmarks.harness.load import POLL_SECONDS, page_bytes
 from benchmarks.harness.measure import Estimate, estimate
-from benchmarks.harness.scenarios import BLOCK, STOCK, Comparison, Round, Target, over, token_bytes
+from benchmarks.harness.scenarios import STOCK, Comparison, Round, Target, over, token_bytes
 from benchmarks.harness.server import Server, run_benchmark
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 from benchmarks.harness.tables import Columns
@@ -41,7 +41,6 @@ class Scenario(Comparison):
         turn_len, answer_len: tokens of the user's words and of the answer in each turn.
         system_len: tokens of each chat's system text and tools.
         in_turns: whether all chats have their first turn before any has its second.
-        pool: how many whole chats the KV memory holds.
         at_once: whether all chats ask their last question together, with all that was said before it; else they are led
             from the first turn on, one after the other.
         budget: share of a prompt that is kept where it is evicted.
@@ -52,7 +51,6 @@ class Scenario(Comparison):
     turns: int
     turn_len: int
     answer_len: int
-    pool: int
     system_len: int = 0
     in_turns: bool = False
     at_once: bool = False
@@ -63,15 +61,6 @@ class Scenario(Comparison):
     def max_len(self) -> int:
         """Tokens of a whole chat."""
         return self.system_len + self.turns * (self.turn_len + self.answer_len)
-
-    @property
-    def title(self) -> str:
-        """With the budget."""
-        return f"{super().title}, budget {self.budget:g}"
-
-    def kv_bytes(self) -> int:
-        """KV memory, with the one block that vLLM keeps for itself."""
-        return (self.pool * -(-self.max_len // BLOCK) + 1) * BLOCK * token_bytes(self.dtype)
 
     @property
     def whole_bytes(self) -> int:
@@ -126,7 +115,7 @@ class Scenario(Comparison):
         flags = [] if side == STOCK else ["--kv-eviction", side.removesuffix(TURNS)]
         if side not in (STOCK, FULL):
             flags += ["--kv-budget", f"{self.budget:g}"]
-        return make_server(f"chat-{side.replace(' ', '-')}", self, flags, threads)
+        return self.serve(side, flags, environment(threads))
 
     async def send(self, server: Server, turn: str, number: int) -> Run:
         """All chats, with nothing cached at first."""

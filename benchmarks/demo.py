@@ -66,9 +66,8 @@ class Needle(Scenario):
 
     def flags(self, side: str) -> list[str]:
         """Those of both sides, and what the one with eviction is told."""
-        shared = ["--enforce-eager", "--enable-prompt-tokens-details"]
-        log = ["--kv-eviction-config.eviction_log", str(EVICTIONS)]
-        return shared if side == STOCK else [*shared, *super().flags(side), *log]
+        log = [] if side == STOCK else ["--kv-eviction-config.eviction_log", str(EVICTIONS)]
+        return ["--enforce-eager", *super().flags(side), *log]
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def scenarios(arguments: argparse.Namespace) -> tuple[Needle, LongAnswer]:
     """The load of both sides, and the long answer."""
     of_both = {"policy": arguments.policy, "dtype": arguments.dtype}
     sizes = arguments.requests, arguments.prompt, arguments.output
-    load = Needle("", *sizes, PROMPTS_IN_POOL, budgets=(arguments.budget,), rounds=ROUNDS, **of_both)
+    load = Needle("", *sizes, pool=PROMPTS_IN_POOL, budgets=(arguments.budget,), rounds=ROUNDS, **of_both)
     return load, LongAnswer("", 1, QUESTION_BEFORE_ANSWER, arguments.answer, pool=1, rounds=1, **of_both)
 
 

@@ -13,7 +13,7 @@ from statistics import median
 
 from rich.console import Console
 
-from benchmarks.harness.bench import WIDTH, Bench, as_record, estimates
+from benchmarks.harness.bench import WIDTH, Bench, as_record
 from benchmarks.harness.load import PERCENTILES, Run
 from benchmarks.harness.measure import (
     RESULTS,
@@ -125,7 +125,7 @@ async def measure(arguments: argparse.Namespace, scenario: Scenario) -> None:
             {
                 "multiple": at.multiple,
                 **as_record(replace(scenario, rate=at.rate), at.rounds),
-                "latency_ratios": estimates({side: at.ratios(side) for side in scenario.evicting}),
+                "latency_ratios": {side: at.ratios(side) for side in scenario.evicting},
             }
             for at in results
         ],

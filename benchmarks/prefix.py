@@ -17,10 +17,9 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.bench import measure, parse
-from benchmarks.harness.documents import Answer, Run, ask, make_server, measured
+from benchmarks.harness.documents import Answer, Run, ask, environment, measured
 from benchmarks.harness.load import PAGE
 from benchmarks.harness.scenarios import (
-    BLOCK,
     KV_HEADS,
     LAYERS,
     STOCK,
@@ -29,7 +28,6 @@ from benchmarks.harness.scenarios import (
     Target,
     over,
     speed,
-    token_bytes,
 )
 from benchmarks.harness.server import Server, run_benchmark
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
@@ -54,7 +52,6 @@ class Scenario(Comparison):
         documents, document_len: how many, and tokens of each.
         questions: about each document.
         question_len, output_len: tokens.
-        pool: how many whole documents with a question and its answer the KV memory holds.
         at_once: whether all questions come together; else one after the other, of each document in turn.
         budget: share of a document that is kept.
         step: ``--max-num-batched-tokens``; None for vLLM's default.
@@ -69,7 +66,6 @@ class Scenario(Comparison):
     document_len: int
     questions: int
     output_len: int
-    pool: int
     at_once: bool
     question_len: int = 32
     budget: float = 0.2
@@ -84,15 +80,6 @@ class Scenario(Comparison):
     def max_len(self) -> int:
         """Tokens of a request."""
         return self.document_len + self.question_len + self.output_len + self.room
-
-    @property
-    def title(self) -> str:
-        """With the eviction."""
-        return f"{super().title}, {self.policy}, budget {self.budget:g}"
-
-    def kv_bytes(self) -> int:
-        """KV memory, with the one block that vLLM keeps for itself."""
-        return (self.pool * -(-self.max_len // BLOCK) + 1) * BLOCK * token_bytes(self.dtype)
 
     def prompts(self, seed: int) -> list[list[int]]:
         """The prompts in the order in which they are sent; other seeds have other documents."""
@@ -123,7 +110,7 @@ class Scenario(Comparison):
             flags += ["--kv-eviction", self.policy, "--kv-budget", f"{self.budget:g}"]
         if side in (STOCK_WITHOUT, WITHOUT):
             flags += ["--no-enable-prefix-caching"]
-        return make_server(f"prefix-{side.replace(' ', '-')}", self, flags, threads)
+        return self.serve(side, flags, environment(threads))
 
     async def send(self, server: Server, turn: str, number: int) -> Run:
         """Ask all questions."""

@@ -45,27 +45,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     load.add_argument("--updates", action="store_true", help="change the weights and reset the cache")
     load.add_argument("--hostile", action="store_true", help="ordinary clients beside hostile ones")
     add("--without-reset", action="store_true", help="with --updates: reset no cache; this run must fail")
-    add("--rounds", type=whole, metavar="N", help="with --hostile (default: 3)")
+    add("--rounds", type=whole, default=3, metavar="N", help="of --hostile (default: %(default)s)")
     add_start_patience(parser)
     add("--name", help=f"write the record to {FOLDER}/NAME.json, not to the project's results")
     arguments = parser.parse_args(argv)
-    if wrong := refuse(arguments):
-        parser.error(wrong)
-    return arguments
-
-
-def refuse(arguments: argparse.Namespace) -> str | None:
-    """Fill in what --hostile needs; what is wrong with the arguments."""
     if arguments.without_reset and not arguments.updates:
-        return "--without-reset needs --updates"
-    if not arguments.hostile:
-        if arguments.rounds:
-            return "--rounds needs --hostile"
-        return (
-            None if arguments.requests or arguments.minutes else "one of --requests and --minutes is needed"
-        )
-    arguments.rounds, arguments.requests = arguments.rounds or 3, arguments.requests or 300
-    return "--minutes: --hostile sends --requests in --rounds" if arguments.minutes else None
+        parser.error("--without-reset needs --updates")
+    if arguments.hostile:
+        arguments.requests = arguments.requests or 300
+    if arguments.hostile and arguments.minutes:
+        parser.error("--minutes: --hostile sends --requests in --rounds")
+    if not arguments.requests and not arguments.minutes:
+        parser.error("one of --requests and --minutes is needed")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:

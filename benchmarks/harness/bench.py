@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness.measure import Estimate, record, record_name, save, warn_if_busy
+from benchmarks.harness.measure import record, record_name, save, warn_if_busy
 from benchmarks.harness.options import add_options, changed, whole
 from benchmarks.harness.scenarios import LEAST_ROUNDS, Comparison, Round, show_targets
 from benchmarks.harness.server import Server, alone
@@ -71,7 +71,7 @@ class Bench:
 
 def parse(
     command: str,
-    about: str | None,
+    description: str | None,
     scenarios: Mapping[str, Any],
     sizes: Mapping[str, str],
     argv: Sequence[str] | None,
@@ -79,7 +79,7 @@ def parse(
     """Read the command line of a command that runs scenarios, all by default.
 
     Args:
-        about: what its help begins with.
+        description: what its help begins with.
         sizes: fields of a scenario that options change, with their help.
 
     Returns:
@@ -88,13 +88,13 @@ def parse(
     epilog = " ".join(f"{key}: {scenario.about}." for key, scenario in scenarios.items())
     epilog += f" Targets are judged at the scenario's own sizes, from {LEAST_ROUNDS} rounds on."
     program = f"python -m benchmarks.{command}"
-    parser = argparse.ArgumentParser(prog=program, description=about, epilog=epilog)
+    parser = argparse.ArgumentParser(prog=program, description=description, epilog=epilog)
     parser.add_argument("scenario", nargs="*", help=f"one or more of {', '.join(scenarios)} (default: all)")
     fields = {size: (whole, text) for size, text in sizes.items()}
-    add_options(parser, fields, f"{command} and the scenario's", threads=1)
+    add_options(parser, fields, f"{command} and the scenario's")
     arguments = parser.parse_args(argv)
-    if unknown := [given for given in arguments.scenario if given not in scenarios]:
-        parser.error(f"there is no scenario {unknown[0]}: choose from {', '.join(scenarios)}")
+    if unknown := set(arguments.scenario).difference(scenarios):
+        parser.error(f"there is no scenario {', '.join(unknown)}: choose from {', '.join(scenarios)}")
     chosen = arguments.scenario or list(scenarios)
     return arguments, {key: changed(parser, arguments, scenarios[key], fields) for key in chosen}
 
@@ -156,13 +156,5 @@ def as_record(scenario: Comparison, rounds: Sequence[Round]) -> dict[str, Any]:
     return {
         "scenario": asdict(scenario) | {"kv_bytes": scenario.kv_bytes()},
         "rounds": [{turn: run.summary() for turn, run in runs.items()} for runs in rounds],
-        "ratios": estimates(scenario.ratios(rounds)),
-    }
-
-
-def estimates(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested estimates as nested dictionaries."""
-    return {
-        name: asdict(value) if isinstance(value, Estimate) else estimates(value)
-        for name, value in nested.items()
+        "ratios": scenario.ratios(rounds),
     }

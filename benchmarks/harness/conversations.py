@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, cycle
 from typing import Any
 
-from benchmarks.harness.words import random_words
+from benchmarks.harness.questions import Question, random_words
 
 BLOCK = 32
 """Tokens of a block of uncompressed KV on the soaks' servers."""
@@ -79,28 +79,6 @@ class Conversation:
     policy: str
     budget: float
     turn: Turn
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a client of a conversation asks next.
-
-    Attributes:
-        how: it came about, for the tally.
-        endpoint, prompt: where, and the fields that hold the text.
-        fields: of ``vllm_xargs``.
-        salt: of the client.
-        tokens: of the answer.
-        turn: whose answer it asks for; None where the policy is not the conversation's.
-    """
-
-    how: str
-    endpoint: str
-    prompt: dict[str, Any]
-    fields: dict[str, Any]
-    salt: str | None
-    tokens: int
-    turn: Turn | None = None
 
 
 class Conversations:
@@ -175,18 +153,17 @@ class Conversations:
         return self._question(how, conversation, conversation.salt)
 
     def _with_another_policy(self, conversation: Conversation) -> Question:
-        policy, turn = self._choose.choice(self._policies), conversation.turn
+        policy = self._choose.choice(self._policies)
         fields: dict[str, Any] = {"kv_eviction": policy, "kv_budget": self._choose.choice(SHARES)}
         if policy in self._by_turns:
-            fields["kv_turns"] = turn.ends
-        endpoint = conversation.endpoint
-        return Question(OTHER, endpoint, turn.prompt(endpoint), fields, conversation.salt, turn.tokens)
+            fields["kv_turns"] = conversation.turn.ends
+        return replace(self._question(OTHER, conversation, conversation.salt), fields=fields, turn=None)
 
     def _question(self, how: str, conversation: Conversation, salt: str | None) -> Question:
-        turn = conversation.turn
+        turn, endpoint = conversation.turn, conversation.endpoint
         fields = {"kv_eviction": conversation.policy, "kv_budget": conversation.budget, "kv_turns": turn.ends}
-        endpoint = conversation.endpoint
-        return Question(how, endpoint, turn.prompt(endpoint), fields, salt, turn.tokens, turn)
+        prompt = turn.prompt(endpoint)
+        return Question(f"conversation, {how}", endpoint, prompt, turn.tokens, fields, salt, turn)
 
     def _turn(self, said: tuple[str, ...]) -> Turn:
         return Turn((*said, self._words(*QUESTION)), self._choose.randint(*ANSWER))

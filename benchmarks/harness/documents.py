@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.load import SETTLE_SECONDS
-from benchmarks.harness.scenarios import SCRATCH, model
 from benchmarks.harness.server import Server, ServerError, cpu_environment
 
 
@@ -69,16 +68,9 @@ class Run:
         return asdict(self)
 
 
-def make_server(log: str, scenario: Any, flags: Sequence[str], threads: int | None) -> Server:
-    """A side's server, not started yet; all sides of a scenario get the same but for these flags."""
-    shared = [
-        *("--max-model-len", str(scenario.max_len), "--dtype", scenario.dtype),
-        *("--kv-cache-memory-bytes", str(scenario.kv_bytes()), "--enable-prompt-tokens-details"),
-        "--disable-uvicorn-access-log",
-    ]
-    # With the mode for developers a server offers to reset its cache.
-    env = cpu_environment(threads, 1) | {"VLLM_SERVER_DEV_MODE": "1"}
-    return Server(model(max(4096, scenario.max_len)), SCRATCH / f"{log}.log", [*shared, *flags], env)
+def environment(threads: int | None) -> dict[str, str]:
+    """Of servers that offer to reset their cache, which those in the mode for developers do."""
+    return cpu_environment(threads, 1) | {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 async def measured(

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,11 +21,11 @@ import numpy as np
 
 from benchmarks.harness.conversations import BLOCK
 from benchmarks.harness.measure import Estimate, paired_ratio
+from benchmarks.harness.questions import body_of, random_words
 from benchmarks.harness.scenarios import Target
 from benchmarks.harness.server import Server
 from benchmarks.harness.soaking import SoakRun, none
-from benchmarks.harness.traffic import ENDPOINTS, WRONG, Ask, body_of, encoded, send
-from benchmarks.harness.words import random_words
+from benchmarks.harness.traffic import ENDPOINTS, WRONG, Ask, encoded, send
 
 MAX_LEN = 1024
 POOL = 512
@@ -54,14 +54,10 @@ class Phase:
     Attributes:
         latencies: seconds of each of the ordinary clients' requests.
         lengths: tokens of prompt and answer of each request of the crowd that was answered.
-        seconds: from the crowd's first request to its last answer.
-        preemptions: by the server meanwhile.
     """
 
     latencies: list[float] = field(default_factory=list)
     lengths: list[tuple[int, int]] = field(default_factory=list)
-    seconds: float = 0.0
-    preemptions: int = 0
 
     def percentile(self, percent: float) -> float:
         """Of the ordinary clients' latencies, seconds."""
@@ -81,47 +77,38 @@ def hostile_asks(model: str, count: int, seed: int) -> list[Ask]:
     """
     choose = random.Random(seed)
 
-    def body(tokens: int, output: int, policy: str | None = None, **more: Any) -> dict[str, Any]:
-        fields: dict[str, Any] = {} if policy is None else {"vllm_xargs": {"kv_eviction": policy}}
-        return body_of(model, output, prompt=random_words(choose, tokens), **fields, **more)
+    def ask(kind: str, tokens: int, output: int, policy: str, min_tokens: int = 0, **more: Any) -> Ask:
+        prompt, fields = random_words(choose, tokens), {"kv_eviction": policy}
+        body = body_of(model, output, prompt=prompt, min_tokens=min_tokens, vllm_xargs=fields)
+        return lenient(kind, body, **more)
 
-    def beyond_memory(policy: str) -> Callable[[], Ask]:
-        """As long an answer as the model's length allows."""
-        tokens = POOL // 2
-        return lambda: _ask(f"endless answer, {policy}", body(tokens, MAX_LEN - tokens, policy))
+    def crowd() -> Iterator[Ask]:
+        for policy in ("knorm", "ada-snapkv", "pyramidkv"):
+            yield ask(f"endless answer, {policy}", POOL // 2, MAX_LEN - POOL // 2, policy)
+        for policy in ("criticalkv", "defensivekv", "h2o", "take"):
+            # Whole it would not fit; in several steps, since no step has so many tokens.
+            yield ask(f"long prompt, {policy}", choose.randint(POOL // 2, POOL * 3 // 4), 8, policy)
+        yield ask("long prompt, full", POOL - 64, 8, "full")
+        yield ask("too long", POOL + 64, 8, "full", refusal="kv_eviction")
+        yield ask("min_tokens", POOL // 2, MAX_LEN // 2, "full", min_tokens=1000, refusal="min_tokens")
+        yield ask("unknown policy", 64, 8, "nope", refusal="kv_eviction")
+        yield ask("left", POOL // 2, POOL, "lava", leave=choose.choice((0.05, 0.3, 1.0)))
 
-    def only_evicted(policy: str) -> Callable[[], Ask]:
-        """A prompt that whole would not fit; in several steps, since no step has so many tokens."""
-        return lambda: _ask(
-            f"long prompt, {policy}", body(choose.randint(POOL // 2, POOL * 3 // 4), 8, policy)
-        )
-
-    def leaving() -> Ask:
-        """Its client goes away while it is read or answered."""
-        return _ask("left", body(POOL // 2, POOL, "lava"), leave=choose.choice((0.05, 0.3, 1.0)))
-
-    makers = [
-        *map(beyond_memory, ("knorm", "ada-snapkv", "pyramidkv")),
-        *map(only_evicted, ("criticalkv", "defensivekv", "h2o", "take")),
-        lambda: _ask("long prompt, full", body(POOL - 64, 8, "full")),
-        lambda: _ask("too long", body(POOL + 64, 8, "full"), refusal="kv_eviction"),
-        lambda: _ask("min_tokens", body(POOL // 2, MAX_LEN // 2, "full", min_tokens=1000), refusal="min_tokens"),
-        lambda: _ask("unknown policy", body(64, 8, "nope"), refusal="kv_eviction"),
-        leaving,
-    ]  # fmt: skip
-    return [make() for make in itertools.islice(itertools.cycle(makers), count)]
+    crowds = (crowd() for _ in itertools.count())
+    return list(itertools.islice(itertools.chain.from_iterable(crowds), count))
 
 
 def honest_asks(model: str, lengths: Sequence[tuple[int, int]], seed: int) -> list[Ask]:
     """A request of each length: tokens of its prompt and of its answer."""
     choose = random.Random(seed)
     return [
-        _ask("honest", body_of(model, answer, prompt=random_words(choose, prompt), **ORDINARY))
+        lenient("honest", body_of(model, answer, prompt=random_words(choose, prompt), **ORDINARY))
         for prompt, answer in lengths
     ]
 
 
-def _ask(kind: str, body: Mapping[str, Any], **more: Any) -> Ask:
+def lenient(kind: str, body: Mapping[str, Any], **more: Any) -> Ask:
+    """A request whose answer the server may cut short."""
     return Ask(kind, ENDPOINTS["completions"], encoded(body), tokens=None, **more)
 
 
@@ -150,7 +137,6 @@ class HostileSoak(SoakRun):
     async def phase(self, server: Server, client: httpx.AsyncClient, asks: Sequence[Ask], seed: int) -> Phase:
         """Send a crowd's requests, so many at a time, and ask as ordinary clients meanwhile."""
         phase, slots, over = Phase(), asyncio.Semaphore(CONCURRENCY), asyncio.Event()
-        before, start = (await server.snapshot()).preemptions, time.monotonic()
 
         async def one(ask: Ask) -> None:
             async with slots:
@@ -165,19 +151,17 @@ class HostileSoak(SoakRun):
                 await asyncio.gather(*map(one, asks))
             finally:
                 over.set()
-            phase.seconds = time.monotonic() - start
 
         async def ordinary(choose: random.Random) -> None:
             """Short questions, one after the other, until the crowd's last answer."""
             while not over.is_set():
                 body = body_of(server.model, ANSWER, prompt=random_words(choose, QUESTION), **ORDINARY)
                 begin = time.monotonic()
-                self.note("ordinary", await send(client, _ask("ordinary", body)))
+                self.note("ordinary", await send(client, lenient("ordinary", body)))
                 phase.latencies.append(time.monotonic() - begin)
 
         clients = [ordinary(random.Random(f"{seed} {number}")) for number in range(ORDINARY_CLIENTS)]
         await asyncio.gather(crowd(), *clients)
-        phase.preemptions = (await server.snapshot()).preemptions - before
         return phase
 
     @property

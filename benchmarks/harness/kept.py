@@ -8,24 +8,22 @@ from rich.text import Text
 
 from benchmarks.harness.load import Run
 from benchmarks.harness.scenarios import Round
+from benchmarks.harness.tables import table
 from vllm_kvevict.schedules.reports import EvictionRecord
 
 
 def kept_table(eviction: EvictionRecord) -> Table:
     """Entries kept by each layer and KV head of one request."""
-    table = Table(
-        title=f"What one request kept of its {eviction.tokens:,} prompt tokens ({eviction.policy})",
-        caption=f"{eviction.kept:,} of {eviction.stored:,} entries; {eviction.freed_pages:,} pages freed",
-    )
-    table.add_column("layer", justify="right")
-    for head in range(max((len(heads) for heads in eviction.heads), default=0)):
-        table.add_column(f"KV head {head}", justify="right")
-    table.add_column("layer kept", justify="right")
+    heads_of_layer = max((len(heads) for heads in eviction.heads), default=0)
+    columns = ["layer", *(f"KV head {head}" for head in range(heads_of_layer)), "layer kept"]
+    title = f"What one request kept of its {eviction.tokens:,} prompt tokens ({eviction.policy})"
+    shown = table(title, [], columns)
+    shown.caption = f"{eviction.kept:,} of {eviction.stored:,} entries; {eviction.freed_pages:,} pages freed"
     most = max((max(heads) for heads in eviction.heads), default=1)
     for layer, heads in enumerate(eviction.heads):
         share = sum(heads) / (eviction.tokens * len(heads))
-        table.add_row(str(layer), *(_cell(kept, most) for kept in heads), f"{share:.1%}")
-    return table
+        shown.add_row(str(layer), *(_cell(kept, most) for kept in heads), f"{share:.1%}")
+    return shown
 
 
 def _cell(kept: int, most: int) -> Text:
@@ -42,14 +40,13 @@ def comparison_table(title: str, rounds: Sequence[Round], pool_bytes: int) -> Ta
     Args:
         pool_bytes: KV memory of each server.
     """
-    table = Table(title=title, caption="memory: at the peak; seconds: the median of rounds in turns")
-    for column in ("", *rounds[0], ""):
-        table.add_column(column, justify="right" if column else "left")
+    shown = table(title, [""], [*rounds[0], ""])
+    shown.caption = "memory: at the peak; seconds: the median of rounds in turns"
 
     def row(label: str, figure: Callable[[Run], float], form: str, ratio: bool = True) -> None:
         values = [median(figure(one[side]) for one in rounds) for side in rounds[0]]
         change = f"{values[-1] / values[0]:.1f}x" if ratio and values[0] else ""
-        table.add_row(label, *(form.format(value) for value in values), change)
+        shown.add_row(label, *(form.format(value) for value in values), change)
 
     row(
         "KV memory per running request, MiB",
@@ -62,4 +59,4 @@ def comparison_table(title: str, rounds: Sequence[Round], pool_bytes: int) -> Ta
     row("evictions", lambda run: run.evictions, "{:.0f}", ratio=False)
     row("seconds until all were answered", lambda run: run.wall, "{:.1f}")
     row("output tokens per second", lambda run: run.tokens_per_second, "{:.1f}")
-    return table
+    return shown

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,8 @@ def record_name(name: str, dtype: str) -> str:
 
 
 def save(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write a record as JSON and return its path."""
+    """Write a record as JSON, estimates in it as objects; its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
     return path

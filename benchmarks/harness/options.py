@@ -87,15 +87,6 @@ def add_start_patience(parser: argparse._ActionsContainer) -> None:
     )
 
 
-AUTO = "auto"
-"""Threads as vLLM places them, which is how users get them."""
-
-
-def placement(text: str) -> int | None:
-    """OpenMP threads of each rank, None: as vLLM places them."""
-    return None if text == AUTO else whole(text)
-
-
 Fields = Mapping[str, tuple[Callable[[str], Any], str]]
 """What of a scenario can be changed by options: type and help of each field."""
 
@@ -109,23 +100,19 @@ LOAD: Fields = {
 }
 
 
-def add_options(
-    parser: argparse.ArgumentParser, fields: Fields, name: str, threads: int | None = None
-) -> None:
+def add_options(parser: argparse.ArgumentParser, fields: Fields, name: str) -> None:
     """Options that change a scenario's fields, and those of every benchmark that starts servers.
 
     Args:
         name: what records are called by default.
-        threads: of each rank by default; None: as vLLM places them.
     """
     for field, (kind, text) in fields.items():
         flag = f"--{field.replace('_', '-')}"
         parser.add_argument(flag, type=kind, metavar="X", help=f"{text} (default: the scenario's)")
     add_dtype(parser)
     add_start_patience(parser)
-    placed = AUTO if threads is None else threads
-    about = f"OpenMP threads of each rank, or {AUTO}: as vLLM places them (default: {placed})"
-    parser.add_argument("--threads", type=placement, default=threads, metavar="N", help=about)
+    about = "OpenMP threads of each rank (default: as vLLM places them)"
+    parser.add_argument("--threads", type=whole, metavar="N", help=about)
     parser.add_argument("--name", help=f"of the file in benchmarks/results/ (default: {name})")
 
 

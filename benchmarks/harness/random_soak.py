@@ -67,19 +67,12 @@ def resident_memory() -> float:
 
 def baseline(samples: Sequence[Sample]) -> float:
     """MiB resident after the warm-up, the first third of the load: the median of the sixth that follows."""
-    return median(sample.rss for sample in _part(samples, 2, 3))
+    return median(sample.rss for sample in samples[len(samples) // 3 : len(samples) // 2 + 1])
 
 
 def growth(samples: Sequence[Sample]) -> float:
     """Growth of the resident memory from the sixth after the warm-up to the last sixth, as a share."""
-    return median(sample.rss for sample in _part(samples, 5, 6)) / baseline(samples) - 1
-
-
-def _part(samples: Sequence[Sample], first: int, end: int) -> Sequence[Sample]:
-    """The samples between two sixths of the time, or the one next to them."""
-    last = samples[-1].seconds
-    found = [sample for sample in samples if first * last <= 6 * sample.seconds <= end * last]
-    return found or [min(samples, key=lambda sample: abs(6 * sample.seconds - end * last))]
+    return median(sample.rss for sample in samples[-(len(samples) // 6) - 1 :]) / baseline(samples) - 1
 
 
 class RandomSoak(SoakRun):
@@ -93,9 +86,8 @@ class RandomSoak(SoakRun):
 
     async def load(self, server: Server, client: httpx.AsyncClient) -> None:
         """Probes, random requests, probes again, and a reset at the end."""
-        probes, words_per_token = await ask_probes(client, server.model, self.policies)
-        longest = int(LONGEST_PROMPT * words_per_token)
-        traffic = Traffic(server.model, self.arguments.seed, longest, MAX_LEN, probes)
+        probes = await ask_probes(client, server.model, self.policies)
+        traffic = Traffic(server.model, self.arguments.seed, LONGEST_PROMPT, MAX_LEN, probes)
         start = time.monotonic()
         watcher = asyncio.create_task(self._watch(server, start))
         try:
@@ -107,7 +99,7 @@ class RandomSoak(SoakRun):
             raise RuntimeError("the server was not watched to the end") from ended
         self.samples.append(await self._sample(server, time.monotonic() - start))
         await until_idle(server)
-        again, _ = await ask_probes(client, server.model, self.policies)
+        again = await ask_probes(client, server.model, self.policies)
         self.changed = sum(again[policy] != answer for policy, answer in probes.items())
         await self.settle(server, client)
 

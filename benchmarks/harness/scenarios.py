@@ -1,7 +1,7 @@
 """What the serving benchmarks compare: the model, the loads and the memory they run in, the sides, the targets."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from math import nan
 from pathlib import Path
@@ -36,10 +36,12 @@ class Comparison(ABC):
         about: shown in help and results.
         rounds: how often every turn runs.
         dtype: in which the servers compute and keep the KV.
+        pool: how many of the longest requests the KV memory holds whole.
     """
 
     about: str
     _: KW_ONLY
+    pool: int
     rounds: int = 3
     dtype: str = "bfloat16"
 
@@ -48,13 +50,48 @@ class Comparison(ABC):
     def sides(self) -> Sequence[str]:
         """Their names; stock vLLM is the first, if it takes part."""
 
-    @abstractmethod
+    layers = LAYERS
+    """Of the model."""
+
     def kv_bytes(self) -> int:
-        """KV memory of each side, over all ranks."""
+        """KV memory of each side, over all ranks, with the one block that vLLM keeps for itself."""
+        blocks = self.pool * -(-self.whole_len // BLOCK) + 1
+        return blocks * BLOCK * token_bytes(self.dtype, self.layers)
+
+    @property
+    def whole_len(self) -> int:
+        """Tokens of a request of which the memory holds so many."""
+        return self.max_len
+
+    @property
+    @abstractmethod
+    def max_len(self) -> int:
+        """Tokens of the longest request."""
 
     @abstractmethod
     def server(self, side: str, threads: int | None) -> Server:
         """A side's server, not started yet; OpenMP threads of each rank, None: as vLLM places them."""
+
+    def model(self) -> Path:
+        """That all sides serve."""
+        return model(max(4096, self.max_len))
+
+    def serve(
+        self,
+        side: str,
+        flags: Sequence[str],
+        env: Mapping[str, str],
+        ranks: int = 1,
+        vllm: Path | None = None,
+    ) -> Server:
+        """A server with these flags, and those that all sides of all comparisons have; vLLM's defaults otherwise."""
+        shared = [
+            *("--max-model-len", str(self.max_len), "--dtype", self.dtype),
+            *("--kv-cache-memory-bytes", str(self.kv_bytes() // ranks)),  # of each rank
+            *("--disable-uvicorn-access-log", "--enable-prompt-tokens-details"),
+        ]
+        log = SCRATCH / f"serve-{side.replace(',', '').replace(' ', '-')}.log"
+        return Server(self.model(), log, [*shared, *flags], env, vllm=vllm)
 
     @abstractmethod
     def first(self) -> Self:
@@ -97,7 +134,6 @@ class Scenario(Comparison):
 
     Attributes:
         requests, input_len, output_len, spread, rate: see Load.
-        pool: how many full requests (prompt and output) the KV memory holds.
         policy: of the sides with eviction.
         budgets: one side with eviction for each.
         tensor, pipeline: ranks of each server.
@@ -107,7 +143,6 @@ class Scenario(Comparison):
     requests: int
     input_len: int
     output_len: int
-    pool: int
     budgets: tuple[float, ...] = (0.2,)
     policy: str = "ada-snapkv"
     spread: float = 0.0
@@ -115,9 +150,6 @@ class Scenario(Comparison):
     tensor: int = 1
     pipeline: int = 1
     baseline: Baseline | None = field(default=None, compare=False)
-
-    layers = LAYERS
-    """Of the model."""
 
     @property
     def max_len(self) -> int:
@@ -160,14 +192,10 @@ class Scenario(Comparison):
         """Of every server; ``threads`` are OpenMP threads of each rank, None: as vLLM places them."""
         return cpu_environment(threads, self.ranks)
 
-    def model(self) -> Path:
-        """That all sides serve."""
-        return model(max(4096, self.max_len))
-
-    def kv_bytes(self) -> int:
-        """KV memory of all ranks, with the one block that vLLM keeps for itself."""
-        blocks = self.pool * -(-(self.input_len + self.output_len) // BLOCK) + 1
-        return blocks * BLOCK * token_bytes(self.dtype, self.layers)
+    @property
+    def whole_len(self) -> int:
+        """Without the spread."""
+        return self.input_len + self.output_len
 
     def load(self, seed: int) -> Load:
         """The requests of one run."""
@@ -182,22 +210,14 @@ class Scenario(Comparison):
         return await drive(server, self.load(number), self.kv_bytes(), self.dtype)
 
     def server(self, side: str, threads: int | None) -> Server:
-        """A side's server; apart from the eviction all get the same, and vLLM's defaults otherwise.
-
-        The baseline's sides get what ours get.
-        """
-        flags = [
-            *("--max-model-len", str(self.max_len), "--dtype", self.dtype),
-            *("--kv-cache-memory-bytes", str(self.kv_bytes() // self.ranks)),  # of each rank
-            "--disable-uvicorn-access-log",
-        ]
+        """A side's server; the baseline's sides get what ours get."""
+        flags = []
         if self.ranks > 1:
             flags += ["--tensor-parallel-size", str(self.tensor)]
             flags += ["--pipeline-parallel-size", str(self.pipeline)]
         flags += self.flags(side)
-        log = SCRATCH / f"serve-{side.replace(',', '').replace(' ', '-')}.log"
         vllm = self.baseline.vllm if self.baseline and side in self.baselines else None
-        return Server(self.model(), log, flags, self.environment(threads), vllm=vllm)
+        return self.serve(side, flags, self.environment(threads), self.ranks, vllm)
 
     @property
     def title(self) -> str:

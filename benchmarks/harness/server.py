@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ LOG_TAIL, LOG_WIDTH = 25, 300
 
 class ServerError(RuntimeError):
     """The server did not start or ended; the message holds the end of its log."""
+
+
+def metric(name: str, default: Any = 0) -> Any:
+    """A field that is read from vLLM's metric of this name."""
+    return field(default=default, metadata={"name": f"vllm:{name}"})
 
 
 @dataclass(frozen=True)
@@ -42,22 +48,22 @@ class Snapshot:
         prefix_hits: prompt tokens that were found in the prefix cache, a counter.
     """
 
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    preemptions: int = 0
-    output_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_drafts: int = 0
-    evictions: int = 0
-    decision_seconds: float = 0.0
-    compaction_seconds: float = 0.0
-    physical_pages: int | None = None
-    cached_pages: int = 0
-    uncompressed_pages: int = 0
-    cached_prefixes: int = 0
-    prefix_hits: int = 0
-    logical_entries: int | None = None
+    running: int = metric("num_requests_running")
+    waiting: int = metric("num_requests_waiting")
+    kv_usage: float = metric("kv_cache_usage_perc")
+    preemptions: int = metric("num_preemptions_total")
+    output_tokens: int = metric("generation_tokens_total")
+    draft_tokens: int = metric("spec_decode_num_draft_tokens_total")
+    accepted_drafts: int = metric("spec_decode_num_accepted_tokens_total")
+    evictions: int = metric("kv_eviction_evictions_total")
+    decision_seconds: float = metric("kv_eviction_decision_seconds_sum")
+    compaction_seconds: float = metric("kv_eviction_compaction_seconds_sum")
+    physical_pages: int | None = metric("kv_eviction_physical_pages", None)
+    cached_pages: int = metric("kv_eviction_cached_pages")
+    uncompressed_pages: int = metric("kv_eviction_cached_uncompressed_pages")
+    cached_prefixes: int = metric("kv_eviction_cached_entries")
+    prefix_hits: int = metric("prefix_cache_hits_total")
+    logical_entries: int | None = metric("kv_eviction_logical_kv_tokens", None)
 
     @property
     def request_pages(self) -> int:
@@ -67,37 +73,14 @@ class Snapshot:
     @classmethod
     def parse(cls, text: str) -> "Snapshot":
         """Read the text of ``/metrics``; series that differ in labels are added up."""
-        totals: dict[str, float] = {}
+        totals: Counter[str] = Counter()
         # The many buckets of histograms, which nobody needs here, would take most of the time.
         lines = [line for line in text.splitlines() if "_bucket{" not in line]
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
-                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-
-        def count(name: str) -> int:
-            return int(totals.get(f"vllm:{name}", 0))
-
-        def count_if_there(name: str) -> int | None:
-            return count(name) if f"vllm:{name}" in totals else None
-
-        return cls(
-            running=count("num_requests_running"),
-            waiting=count("num_requests_waiting"),
-            kv_usage=totals.get("vllm:kv_cache_usage_perc", 0.0),
-            preemptions=count("num_preemptions_total"),
-            output_tokens=count("generation_tokens_total"),
-            draft_tokens=count("spec_decode_num_draft_tokens_total"),
-            accepted_drafts=count("spec_decode_num_accepted_tokens_total"),
-            evictions=count("kv_eviction_evictions_total"),
-            decision_seconds=totals.get("vllm:kv_eviction_decision_seconds_sum", 0.0),
-            compaction_seconds=totals.get("vllm:kv_eviction_compaction_seconds_sum", 0.0),
-            physical_pages=count_if_there("kv_eviction_physical_pages"),
-            cached_pages=count("kv_eviction_cached_pages"),
-            uncompressed_pages=count("kv_eviction_cached_uncompressed_pages"),
-            cached_prefixes=count("kv_eviction_cached_entries"),
-            prefix_hits=count("prefix_cache_hits_total"),
-            logical_entries=count_if_there("kv_eviction_logical_kv_tokens"),
-        )
+                totals[sample.name] += sample.value  # type: ignore[assignment]
+        found = {one: totals[one.metadata["name"]] for one in fields(cls) if one.metadata["name"] in totals}
+        return cls(**{one.name: value if one.type is float else int(value) for one, value in found.items()})
 
 
 class Server:

@@ -13,10 +13,7 @@ Columns = Mapping[str, tuple[Callable[[Any], float], str]]
 
 def typical(title: str, sides: Mapping[str, Sequence[Any]], columns: Columns) -> Table:
     """A row for each side: medians of its runs; dashes where it has none, or where the figure is a NaN."""
-    result = Table(title=title)
-    result.add_column("median of a run", no_wrap=True)
-    for column in columns:
-        result.add_column(column, justify="right")
+    result = table(title, ["median of a run"], [*columns])
     for side, runs in sides.items():
         medians = ((median(map(figure, runs)) if runs else nan, form) for figure, form in columns.values())
         result.add_row(side, *(format(value, form) if value == value else "-" for value, form in medians))

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.conversations import SALTS, Conversations, Turn
-from benchmarks.harness.words import random_words
+from benchmarks.harness.questions import Question, body_of, random_words
 from vllm_kvevict.policies.registry import policies_for_parts
 
 DEADLINE = 180.0
@@ -26,6 +26,7 @@ DOCUMENTS = 6
 EXPECTED, LEFT, HUNG, WRONG, BROKEN = "as expected", "left by the client", "hung", "wrong", "broken off"
 """What becomes of a request: answered or refused as it should be, or one of the other four."""
 
+JSON = {"Content-Type": "application/json"}
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
@@ -76,6 +77,14 @@ class Ask:
     leave: float | None = None
     stream: bool = False
     turn: Turn | None = None
+
+
+def asked(question: Question, body: Mapping[str, Any], leave: float | None = None) -> Ask:
+    """A request that is to be answered in full length, unless its client leaves."""
+    stream, choices = body.get("stream", False), body.get("n", 1)
+    kind = f"{question.kind}{', streamed' if stream else ''}{', left' if leave is not None else ''}"
+    path, tokens = ENDPOINTS[question.endpoint], choices * question.tokens
+    return Ask(kind, path, encoded(body), choices, tokens, None, None, leave, stream, question.turn)
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,7 @@ class Traffic:
         by_turns = [policy for policy in policies_for_parts() if policy in probes and policy != "full"]
         self._conversations = Conversations(seed, longest, list(probes), by_turns)
         self._documents = [
-            random_words(random.Random(number), max(1, longest * (number + 2) // (DOCUMENTS + 2)))
+            random_words(random.Random(number), longest * (number + 2) // (DOCUMENTS + 2))
             for number in range(DOCUMENTS)
         ]
 
@@ -183,34 +192,18 @@ class Traffic:
             body |= {"logprobs": 3} if endpoint == "completions" else {"logprobs": True, "top_logprobs": 3}
         if choose.random() < 0.03 and not stream:
             body["prompt_logprobs"] = 1
-        choices = body.get("n", 1)
-        leave = self._when_to_leave(stream) if leaving else None
-        kind = f"{endpoint}{', streamed' if stream else ''}{', left' if leaving else ''}"
-        return Ask(
-            kind, ENDPOINTS[endpoint], encoded(body), choices, choices * tokens, leave=leave, stream=stream
-        )
+        question = Question(endpoint, endpoint, {}, tokens, {})
+        return asked(question, body, self._when_to_leave(stream) if leaving else None)
 
     def _turn(self, leaving: bool) -> Ask:
         """The turn of a conversation, always answered in the same way: what it begins with makes no difference."""
         choose, question = self._choose, self._conversations.next()
-        stream, choices = choose.random() < 0.5, 1
-        body = body_of(self.model, question.tokens, stream, **question.prompt, vllm_xargs=question.fields)
-        if question.salt:
-            body["cache_salt"] = question.salt
+        stream = choose.random() < 0.5
+        body = question.body(self.model, stream)
         if choose.random() < 0.15:
-            choices = choose.randint(2, 4)
-            body |= {"n": choices, "temperature": 1.0, "top_k": 1}
+            body |= {"n": choose.randint(2, 4), "temperature": 1.0, "top_k": 1}
         leave = self._when_to_leave(stream) if leaving else None
-        return Ask(
-            f"conversation, {question.how}{', left' if leaving else ''}",
-            ENDPOINTS[question.endpoint],
-            encoded(body),
-            choices,
-            choices * question.tokens,
-            leave=leave,
-            stream=stream,
-            turn=question.turn,
-        )
+        return asked(question, body, leave)
 
     def _when_to_leave(self, stream: bool) -> float:
         return self._choose.choice((0, 1, 3, 10) if stream else (0.0, 0.02, 0.1, 0.5))
@@ -220,13 +213,10 @@ class Traffic:
         choose = self._choose
         document = choose.choice(self._documents)
         words = len(document.split())
-        question = (
-            random_words(choose, self._random_length(self.longest - words)) if words < self.longest else ""
-        )
-        salt = choose.choice(SALTS)
-        body = self._prompt(endpoint, f"{document} {question}".strip()) | (
-            {"cache_salt": salt} if salt else {}
-        )
+        question = random_words(choose, self._random_length(self.longest - words))
+        body = self._prompt(endpoint, f"{document} {question}")
+        if salt := choose.choice(SALTS):
+            body["cache_salt"] = salt
         # A word is at least one token, so that as many tokens belong to the document.
         return body, words
 
@@ -269,7 +259,7 @@ async def send(client: httpx.AsyncClient, ask: Ask) -> Outcome:
                 return await _stream(client, ask)
             try:
                 async with asyncio.timeout(ask.leave):
-                    answer = await _post(client, ask)
+                    answer = await client.post(ask.path, content=ask.content, headers=JSON)
             except TimeoutError:
                 if ask.leave is None:
                     raise
@@ -283,8 +273,8 @@ async def send(client: httpx.AsyncClient, ask: Ask) -> Outcome:
 
 async def ask_probes(
     client: httpx.AsyncClient, model: str, policies: Sequence[str]
-) -> tuple[dict[str, tuple[dict[str, Any], str]], float]:
-    """One request for each policy: body and greedy answer by policy; and words per token of the prompts.
+) -> dict[str, tuple[dict[str, Any], str]]:
+    """One request for each policy: body and greedy answer by policy.
 
     Every other one is evicted before its end, so that the next time it finds what was kept, unless that was dropped.
     """
@@ -298,13 +288,8 @@ async def ask_probes(
         body = body_of(model, 24, prompt=random_words(choose, words), vllm_xargs=fields)
         answer = await client.post("/v1/completions", json=body, timeout=120)
         answer.raise_for_status()
-        content = answer.json()
-        probes[policy] = body, content["choices"][0]["text"]
-    return probes, min(1.0, words / content["usage"]["prompt_tokens"])
-
-
-async def _post(client: httpx.AsyncClient, ask: Ask) -> httpx.Response:
-    return await client.post(ask.path, content=ask.content, headers={"Content-Type": "application/json"})
+        probes[policy] = body, answer.json()["choices"][0]["text"]
+    return probes
 
 
 def _judge(ask: Ask, answer: httpx.Response) -> Outcome:
@@ -321,11 +306,10 @@ def _judge(ask: Ask, answer: httpx.Response) -> Outcome:
 
 async def _stream(client: httpx.AsyncClient, ask: Ask) -> Outcome:
     """Read a stream to its end, or until the client loses interest."""
-    headers = {"Content-Type": "application/json"}
     ends: list[str] = []
     usage: Mapping[str, Any] = {}
     text, last, events = "", "", 0
-    async with client.stream("POST", ask.path, content=ask.content, headers=headers) as answer:
+    async with client.stream("POST", ask.path, content=ask.content, headers=JSON) as answer:
         if answer.status_code != 200:
             await answer.aread()
             return _judge(ask, answer)
@@ -366,12 +350,6 @@ def _complete(ask: Ask, answer: Answer) -> Outcome:
 
 def _changed(before: str, now: str) -> str:
     return f"{before!r} was answered before, {now!r} now"
-
-
-def body_of(model: str, tokens: int, stream: bool = False, **more: Any) -> dict[str, Any]:
-    """A request for an answer of so many tokens, always the same one, and more fields."""
-    body = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
-    return body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
 
 
 def encoded(body: Any) -> bytes:

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import httpx
 
 from benchmarks.harness.conversations import BLOCK
 from benchmarks.harness.models import make_model
+from benchmarks.harness.questions import Question
 from benchmarks.harness.scenarios import Target
 from benchmarks.harness.server import Server
 from benchmarks.harness.soaking import FOLDER, PATIENCE, SoakRun, none, reset
-from benchmarks.harness.traffic import EXPECTED, WRONG, Outcome, send
+from benchmarks.harness.traffic import EXPECTED, WRONG, Outcome, asked, send
 from benchmarks.harness.updates import (
     CHATS,
     GOOD,
@@ -30,7 +32,6 @@ from benchmarks.harness.updates import (
     UPDATES,
     WITHOUT_RESET,
     Chat,
-    Question,
     Timeline,
     Update,
     about_documents,
@@ -150,7 +151,7 @@ class UpdateSoak(SoakRun):
         leave = choose.choice((0, 1, 3) if stream else (0.02, 0.1)) if choose.random() < 0.05 else None
         sent = self.timeline.moment
         self.in_flight.append(question)
-        outcome = await send(client, question.ask("model", stream=stream, leave=leave))
+        outcome = await send(client, asked(question, question.body("model", stream), leave))
         self.in_flight.remove(question)
         return self.note_answer(question, sent, outcome, stream)
 
@@ -257,7 +258,8 @@ async def _post(client: httpx.AsyncClient, path: str, **arguments: Any) -> None:
 
 async def _alone(client: httpx.AsyncClient, question: Question, salt: int) -> str:
     """The answer with nothing cached and nobody else there."""
-    outcome = await send(client, question.ask("model", salt=f"alone {salt}"))
+    body = replace(question, salt=f"alone {salt}").body("model")
+    outcome = await send(client, asked(question, body))
     if outcome.result != EXPECTED or outcome.answer is None or outcome.answer.cached:
         raise RuntimeError(f"{question} was not answered as with nothing cached: {outcome}")
     return outcome.answer.text

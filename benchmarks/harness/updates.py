@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness.conversations import BLOCK
-from benchmarks.harness.traffic import ENDPOINTS, EXPECTED, LEFT, WRONG, Ask, Outcome, body_of, encoded
-from benchmarks.harness.words import random_words
+from benchmarks.harness.questions import Question, random_words
+from benchmarks.harness.traffic import EXPECTED, LEFT, WRONG, Outcome
 
 DOCUMENTS = (75, 110, 150, 205, 260, 330)
 """Words of each, no multiple of a block of uncompressed KV, so that hits tell which cache they are of."""
@@ -24,42 +24,6 @@ MIXABLE, WHOLE, MIXED = (
 """What becomes of a request, on top of what traffic knows. Those that run on with other weights are not compared."""
 GOOD = (EXPECTED, LEFT, MIXABLE, WHOLE, ABORTED)
 """What may become of one."""
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    """What clients ask again and again; the same only as itself.
-
-    Attributes:
-        kind: for the tally.
-        endpoint: one of ``ENDPOINTS``.
-        prompt: the fields that hold the text.
-        tokens: of the answer.
-        fields: for the eviction.
-    """
-
-    kind: str
-    endpoint: str
-    prompt: Mapping[str, Any]
-    tokens: int
-    fields: Mapping[str, Any]
-
-    def ask(
-        self, model: str, salt: str | None = None, stream: bool = False, leave: float | None = None
-    ) -> Ask:
-        """The request.
-
-        Args:
-            model: its name.
-            salt: finds only what was cached with it.
-            stream: whether the answer comes in events.
-            leave: when the client goes away, see :class:`Ask`.
-        """
-        cached = {} if salt is None else {"cache_salt": salt}
-        body = body_of(model, self.tokens, stream, **self.prompt, vllm_xargs=dict(self.fields), **cached)
-        kind = f"{self.kind}{', streamed' if stream else ''}{', left' if leave is not None else ''}"
-        path = ENDPOINTS[self.endpoint]
-        return Ask(kind, path, encoded(body), 1, self.tokens, leave=leave, stream=stream)
 
 
 def about_documents(policies: Sequence[str], seed: int) -> list[Question]:
@@ -173,8 +137,7 @@ class Timeline:
 
     def __init__(self, weights: int = 0):
         self.met = [weights]
-        self._aborting: list[int] = []
-        self._mixing: list[int] = []
+        self._updates: dict[int, Update] = {}
 
     @property
     def moment(self) -> int:
@@ -189,10 +152,7 @@ class Timeline:
     def begin(self, update: Update) -> None:
         """An update begins."""
         self.met.append(self.weights)
-        if update.pause == "abort":
-            self._aborting.append(self.moment)
-        if update.pause in (None, "keep"):
-            self._mixing.append(self.moment)
+        self._updates[self.moment] = update
 
     def settle(self, weights: int) -> None:
         """From now on requests meet only these."""
@@ -202,13 +162,9 @@ class Timeline:
         """Whether a request that was sent at this moment has met the weights of now, and no others."""
         return sent == self.moment and sent % 2 == 0
 
-    def may_be_aborted(self, sent: int) -> bool:
-        """Whether a pause since this moment may have aborted a request."""
-        return any(sent <= moment for moment in self._aborting)
-
-    def may_be_mixed(self, sent: int) -> bool:
-        """Whether an update since this moment lets requests run on with other weights."""
-        return any(sent <= moment for moment in self._mixing)
+    def pauses_since(self, sent: int) -> set[str | None]:
+        """How the server paused for the updates since this moment."""
+        return {update.pause for moment, update in self._updates.items() if sent <= moment}
 
 
 def judge(timeline: Timeline, sent: int, outcome: Outcome, expected: Sequence[str]) -> str:
@@ -223,15 +179,16 @@ def judge(timeline: Timeline, sent: int, outcome: Outcome, expected: Sequence[st
     Returns:
         What traffic says, unless the answer has to be compared, or an update explains what is missing of it.
     """
+    pauses = timeline.pauses_since(sent)
     # A stream that is aborted before its first token has no choice at all.
     aborted = outcome.answer is not None and outcome.answer.ends in (["abort"], [])
-    if outcome.result == WRONG and aborted and timeline.may_be_aborted(sent):
+    if outcome.result == WRONG and aborted and "abort" in pauses:
         return ABORTED
     if outcome.result != EXPECTED or outcome.answer is None:
         return outcome.result
     if timeline.is_settled(sent):
         return EXPECTED if outcome.answer.text == expected[timeline.weights] else STALE
-    if timeline.may_be_mixed(sent):
+    if pauses & {None, "keep"}:  # it runs on with other weights
         return MIXABLE
     # A pause lets all that run end, or aborts it; the others begin after it.
     return WHOLE if outcome.answer.text in {expected[weights] for weights in timeline.met[sent:]} else MIXED

@@ -86,7 +86,6 @@ throughput --sweep parallel --values 2x0: --values 2x0: must be at least 1
 throughput --sweep context --values -5x: --values
 throughput overhead --baseline .: --baseline: there is no bin/python
 soak --without-reset: --without-reset needs --updates
-soak --rounds 2: --rounds needs --hostile
 soak --minutes 1: not allowed with argument --requests
 """
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import chat, prefix
 from benchmarks.chat import CHEAP, EVICTING, FULL, REPEATING, SIDES, ask_last, lead
-from benchmarks.harness import bench, documents
+from benchmarks.harness import bench, documents, scenarios
 from benchmarks.harness.documents import Answer, Run, ask
 from benchmarks.harness.load import PAGE, page_bytes
 from benchmarks.harness.scenarios import KV_HEADS, LAYERS, STOCK
@@ -37,7 +37,7 @@ def test_questions_share_documents_and_nothing_else():
 
 def flags_of(monkeypatch, scenario, sides) -> dict[str, list[str]]:
     """By side, without the port."""
-    monkeypatch.setattr(documents, "model", lambda max_len: Path("m"))
+    monkeypatch.setattr(scenarios, "model", lambda max_len: Path("m"))
     commands = {side: scenario.server(side, 1).command for side in sides}
     return {side: [word for word in words if not word.isdigit()] for side, words in commands.items()}
 
@@ -55,8 +55,8 @@ def run(first: list[float], wall: float = 10.0, **more) -> Run:
     return Run(wall, first, **{"output_tokens": 100, **more})
 
 
-def met(scenarios, name: str, one: dict[str, Run]) -> list[bool]:
-    return [target.met for target in scenarios[name].targets(name, [one] * 3)]
+def met(known, name: str, one: dict[str, Run]) -> list[bool]:
+    return [target.met for target in known[name].targets(name, [one] * 3)]
 
 
 def test_verdicts_on_documents():

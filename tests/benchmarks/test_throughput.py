@@ -94,7 +94,6 @@ def test_options_change_the_scenario():
     given = {"requests": 3, "budgets": (0.5, 0.2), "rounds": 1, "dtype": "float32"}
     assert chosen == {"overhead": replace(SCENARIOS["overhead"], **given)} and arguments.threads is None
     assert parse_arguments(["overhead", "--threads", "1"])[0].threads == 1
-    assert parse_arguments(["overhead", "--threads", "auto"])[0].threads is None
     assert parse_arguments(["--dtype", "bfloat16"])[1] == {"pool-bound": SCENARIOS["pool-bound"]}
 
 
