@@ -80,10 +80,6 @@ class Scenario(Comparison):
         lengths = [self.system_len + self.turn_len, *[self.turn_len] * (self.turns - 1)]
         return [choose.choices(range(FIRST_WORD, VOCAB), k=length) for length in lengths]
 
-    def prompt_len(self, turn: int) -> int:
-        """Tokens of the prompt of a turn."""
-        return self.system_len + turn * (self.turn_len + self.answer_len) + self.turn_len
-
     def ends(self, turn: int) -> list[int]:
         """Where the parts of the prompt of a turn end, which is 0 for the first: the system text, and each answer."""
         each = self.turn_len + self.answer_len
@@ -99,7 +95,8 @@ class Scenario(Comparison):
         """Tokens of all prompts that were sent or received before."""
         if self.at_once:
             return 0
-        return self.chats * sum(self.prompt_len(turn) - self.turn_len for turn in range(1, self.turns))
+        each = self.turn_len + self.answer_len
+        return self.chats * sum(self.system_len + turn * each for turn in range(1, self.turns))
 
     def history(self, seed: int, chat: int) -> list[int]:
         """A chat up to its last question, with random words for answers."""

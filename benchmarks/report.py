@@ -151,10 +151,8 @@ def _link(name: str) -> str:
 
 
 def _threads(results: dict[str, Any]) -> str:
-    settings = results if "threads" in results else results.get("settings", {})
-    if "threads" not in settings:
-        return ""
-    return f", threads: {settings['threads'] or 'as vLLM places them'}"
+    settings = results.get("settings", results)
+    return f", threads: {settings['threads'] or 'as vLLM places them'}" if "threads" in settings else ""
 
 
 def plot_sweep(found: dict[str, dict[str, Any]], path: Path) -> None:

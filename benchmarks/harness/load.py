@@ -68,7 +68,7 @@ class Run:
         cpu: CPU seconds of all processes of the server. vLLM's processes spin while they wait for each other, which
             is in it.
         completed: requests; a run with failures is an error.
-        input_tokens, output_tokens: of all requests.
+        output_tokens: of all requests.
         latency: seconds until the first token (ttft), per further token of a request (tpot), between tokens
             (itl), of whole requests (e2e); each with mean, p50, p90 and p99. Without tpot and itl where
             all answers have one token.
@@ -84,7 +84,6 @@ class Run:
     wall: float
     cpu: float
     completed: int
-    input_tokens: int
     output_tokens: int
     latency: dict[str, dict[str, float]]
     peak_running: int
@@ -247,7 +246,6 @@ def summarise(
         wall=result["duration"],
         cpu=cpu,
         completed=result["completed"],
-        input_tokens=result["total_input_tokens"],
         output_tokens=result["total_output_tokens"],
         latency={name: _seconds(result, theirs) for name, theirs in names.items()},
         peak_running=max(snapshot.running for snapshot in seen),

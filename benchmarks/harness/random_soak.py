@@ -3,9 +3,8 @@
 import argparse
 import asyncio
 import contextlib
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -34,7 +33,6 @@ CONCURRENCY, BURST, BURST_EVERY = 32, 96, 500
 """Requests in flight; every BURST_EVERY-th and the BURST - 1 after it are sent at once, on top of these."""
 SAMPLE_SECONDS = 2.0
 GROWTH, FOUND = 0.02, 0.1
-KEPT_SAMPLES = 60
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,10 @@ class Sample:
     """What was seen at one moment.
 
     Attributes:
-        seconds: since the load began.
-        answered: requests that are over.
         rss: MiB of resident memory over all processes; what they share counts in each.
         server: what it said of itself.
     """
 
-    seconds: float
-    answered: int
     rss: float
     server: Snapshot
 
@@ -88,8 +82,7 @@ class RandomSoak(SoakRun):
         """Probes, random requests, probes again, and a reset at the end."""
         probes = await ask_probes(client, server.model, self.policies)
         traffic = Traffic(server.model, self.arguments.seed, LONGEST_PROMPT, MAX_LEN, probes)
-        start = time.monotonic()
-        watcher = asyncio.create_task(self._watch(server, start))
+        watcher = asyncio.create_task(self._watch(server))
         try:
             await self._offer(server, client, traffic)
         finally:
@@ -97,18 +90,18 @@ class RandomSoak(SoakRun):
             (ended,) = await asyncio.gather(watcher, return_exceptions=True)
         if not isinstance(ended, asyncio.CancelledError):
             raise RuntimeError("the server was not watched to the end") from ended
-        self.samples.append(await self._sample(server, time.monotonic() - start))
+        self.samples.append(await self._sample(server))
         await until_idle(server)
         again = await ask_probes(client, server.model, self.policies)
         self.changed = sum(again[policy] != answer for policy, answer in probes.items())
         await self.settle(server, client)
 
-    async def _watch(self, server: Server, start: float) -> None:
+    async def _watch(self, server: Server) -> None:
         with self.console.status("soaking") as status:
             while True:
                 with contextlib.suppress(httpx.HTTPError):  # a busy server may be late
-                    self.samples.append(await self._sample(server, time.monotonic() - start))
-                    status.update(f"{self.answered} requests, {time.monotonic() - start:.0f} s")
+                    self.samples.append(await self._sample(server))
+                    status.update(f"{self.answered} requests")
                 await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _offer(self, server: Server, client: httpx.AsyncClient, traffic: Traffic) -> None:
@@ -140,8 +133,8 @@ class RandomSoak(SoakRun):
         body = ask.content.decode(errors="replace")
         self.note(ask.kind, outcome, body=f"{body[:200]} ... {body[-200:]}")
 
-    async def _sample(self, server: Server, seconds: float) -> Sample:
-        return Sample(seconds, self.answered, resident_memory(), await server.snapshot())
+    async def _sample(self, server: Server) -> Sample:
+        return Sample(resident_memory(), await server.snapshot())
 
     def judge(self, tracebacks: int) -> None:
         """Hold everything against what is required."""
@@ -164,19 +157,14 @@ class RandomSoak(SoakRun):
         seen = [sample.server for sample in self.samples]
         return {
             "most running": max(one.running for one in seen),
-            "most waiting": max(one.waiting for one in seen),
             "most pages of requests": max(one.request_pages for one in seen),
-            "most pages in the cache": max(one.cached_pages + one.uncompressed_pages for one in seen),
             "preemptions": seen[-1].preemptions,
             "later turns of conversations": self.later_turns,
             "later turns that began with earlier ones": self.found_turns,
             "prompt tokens found in the prefix cache": seen[-1].prefix_hits,
             "MiB resident after a third": round(baseline(self.samples), 1),
-            "MiB resident at the end": round(self.samples[-1].rss, 1),
         }
 
     def results(self) -> dict[str, Any]:
         """For the record."""
-        step = -(-len(self.samples) // KEPT_SAMPLES)
-        samples = [asdict(sample) for sample in self.samples[::step]]
-        return {"concurrency": CONCURRENCY, "burst": BURST, "extremes": self.rows(), "samples": samples}
+        return {"concurrency": CONCURRENCY, "burst": BURST, "extremes": self.rows()}

@@ -37,7 +37,7 @@ class Snapshot:
     Attributes:
         running, waiting: requests.
         kv_usage: share of the KV memory in use.
-        preemptions, output_tokens: counters.
+        preemptions: a counter.
         draft_tokens, accepted_drafts: counters, 0 without speculative decoding.
         evictions: a counter, 0 without eviction.
         decision_seconds, compaction_seconds: sums over all evictions.
@@ -52,7 +52,6 @@ class Snapshot:
     waiting: int = metric("num_requests_waiting")
     kv_usage: float = metric("kv_cache_usage_perc")
     preemptions: int = metric("num_preemptions_total")
-    output_tokens: int = metric("generation_tokens_total")
     draft_tokens: int = metric("spec_decode_num_draft_tokens_total")
     accepted_drafts: int = metric("spec_decode_num_accepted_tokens_total")
     evictions: int = metric("kv_eviction_evictions_total")

@@ -9,7 +9,7 @@ def run_of(
     seconds = {
         name: {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0} for name in ("ttft", "tpot", "itl", "e2e")
     }
-    return Run(wall, cpu, 8, 1000, tokens, seconds, peak, 2.0**20, live, preemptions, 0, 0.0, 0.0)
+    return Run(wall, cpu, 8, tokens, seconds, peak, 2.0**20, live, preemptions, 0, 0.0, 0.0)
 
 
 def ours(wall: float, **changes) -> Run:

@@ -18,50 +18,33 @@ from benchmarks.harness.server import ServerError, Snapshot, cpu_environment, ru
 
 KV_BYTES = 1_000_000
 METRICS = """\
-# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0"} 5.0
-# TYPE vllm:kv_eviction_physical_pages gauge
 vllm:kv_eviction_physical_pages{engine="0",rank="0"} 10.0
 vllm:kv_eviction_physical_pages{engine="0",rank="1"} 30.0
-# TYPE vllm:kv_eviction_logical_kv_tokens gauge
-vllm:kv_eviction_logical_kv_tokens{engine="0",rank="0"} 300.0
-vllm:kv_eviction_logical_kv_tokens{engine="0",rank="1"} 900.0
 # TYPE vllm:kv_eviction_decision_seconds histogram
-vllm:kv_eviction_decision_seconds_bucket{engine="0",le="0.1"} 2.0
-vllm:kv_eviction_decision_seconds_bucket{engine="0",le="+Inf"} 3.0
-vllm:kv_eviction_decision_seconds_count{engine="0"} 3.0
-vllm:kv_eviction_decision_seconds_sum{engine="0"} 0.75
+vllm:kv_eviction_decision_seconds_bucket{engine="0",phase="prefill",le="+Inf"} 3.0
+vllm:kv_eviction_decision_seconds_sum{engine="0",phase="prefill"} 0.75
+vllm:kv_eviction_decision_seconds_sum{engine="0",phase="decode"} 0.5
+vllm:spec_decode_num_draft_tokens_total 9.0
 """
+NAMES = [
+    f"{of}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for of in ("mean", "p50", "p90", "p99")
+]
 
 
 def client_result(work: Load, **changes) -> dict:
     """What vLLM's client returns for a load whose answers took 2 s."""
-    prompts = work.prompts()
-    outputs = [length for _, length in prompts]
-    milliseconds = {
-        f"{statistic}_{name}_ms": 40.0
-        for name in ("ttft", "tpot", "itl", "e2el")
-        for statistic in ("mean", "p50", "p90", "p99")
-    }
-    return {
-        "duration": 2.0,
-        "completed": len(prompts),
-        "failed": 0,
-        "total_input_tokens": sum(len(prompt) for prompt, _ in prompts),
-        "total_output_tokens": sum(outputs),
-        "input_lens": [len(prompt) for prompt, _ in prompts],
-        "output_lens": outputs,
-        "errors": [""] * len(prompts),
-        **milliseconds,
-        **changes,
-    }
+    inputs, outputs = zip(*((len(prompt), length) for prompt, length in work.prompts()), strict=True)
+    counts = {"duration": 2.0, "completed": len(inputs), "failed": 0, "errors": [""] * len(inputs)}
+    lengths = {"input_lens": inputs, "output_lens": outputs, "total_output_tokens": sum(outputs)}
+    return counts | lengths | dict.fromkeys(NAMES, 40.0) | changes
 
 
 class FakeServer:
     """Answers with given snapshots in turn; its processes use a CPU second between two looks."""
 
-    def __init__(self, log: Path, snapshots: list[Snapshot]):
-        self.log, self.snapshots, self.seconds, self.ended = log, snapshots, 0.0, False
+    def __init__(self, log: Path, *snapshots: Snapshot, ended: bool = False):
+        self.log, self.snapshots, self.seconds, self.ended = log, list(snapshots), 0.0, ended
         log.write_text("a line of the log\n")
 
     async def snapshot(self) -> Snapshot:
@@ -76,18 +59,19 @@ class FakeServer:
             raise ServerError("vllm serve ended")
 
 
-@pytest.fixture
-def no_waiting(monkeypatch):
-    monkeypatch.setattr(load, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(load, "SETTLE_SECONDS", 0)
+def run_with(
+    monkeypatch, server: FakeServer, work: Load, result: dict, seconds: float = 0.0, dtype="float32"
+):
+    """Drive a load whose client returns this result."""
 
-
-def answer_with(monkeypatch, result: dict, seconds: float = 0.0) -> None:
     async def send(*_) -> dict:
         await asyncio.sleep(seconds)
         return result
 
     monkeypatch.setattr(load, "_send", send)
+    monkeypatch.setattr(load, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(load, "SETTLE_SECONDS", 0)
+    return asyncio.run(drive(server, work, KV_BYTES, dtype))
 
 
 def test_prompts_are_the_same_for_all_sides_and_never_repeat():
@@ -107,15 +91,14 @@ def test_lengths_stay_within_the_spread():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_run_counts_from_its_own_start(tmp_path, monkeypatch, no_waiting, dtype):
+def test_a_run_counts_from_its_own_start(tmp_path, monkeypatch, dtype):
     work = Load(4, 16, 8)
     before = Snapshot(preemptions=5, evictions=7, decision_seconds=1.0, compaction_seconds=1.0)
     busy = replace(before, running=3, physical_pages=100, logical_entries=2000)
     after = replace(before, preemptions=6, evictions=11, decision_seconds=1.25, compaction_seconds=1.15)
-    answer_with(monkeypatch, client_result(work))
-    server = FakeServer(tmp_path / "log", [before, busy, after])
-    run = asyncio.run(drive(server, work, KV_BYTES, dtype))
-    assert (run.wall, run.cpu, run.completed, run.input_tokens, run.output_tokens) == (2.0, 1.0, 4, 64, 32)
+    server = FakeServer(tmp_path / "log", before, busy, after)
+    run = run_with(monkeypatch, server, work, client_result(work), dtype=dtype)
+    assert (run.wall, run.cpu, run.completed, run.output_tokens) == (2.0, 1.0, 4, 32)
     assert (run.peak_running, run.preemptions, run.evictions) == (3, 1, 4)
     assert (run.physical_bytes, run.logical_bytes) == (100 * page_bytes(dtype), 2000 * entry_bytes(dtype))
     assert run.evict_share == pytest.approx(0.2)
@@ -124,26 +107,19 @@ def test_a_run_counts_from_its_own_start(tmp_path, monkeypatch, no_waiting, dtyp
     assert run.summary()["tokens_per_second"] == 16
 
 
-def test_memory_is_read_at_its_peak():
-    seen = [
-        Snapshot(running=2, physical_pages=5, logical_entries=90),
-        Snapshot(running=1, physical_pages=9, logical_entries=70),
-    ]
-    run = summarise(client_result(Load(1, 8, 2)), 1.0, Snapshot(), seen, Snapshot(), KV_BYTES, "float32")
-    assert (run.peak_running, run.physical_bytes) == (2, 9 * page_bytes("float32"))
-    assert run.logical_bytes == 70 * entry_bytes("float32")
-
-
-def test_stock_tells_the_share_of_its_memory_only():
-    seen = [Snapshot(kv_usage=0.5), Snapshot(kv_usage=0.25)]
-    run = summarise(client_result(Load(1, 8, 2)), 1.0, Snapshot(), seen, Snapshot(), KV_BYTES, "float32")
-    assert (run.physical_bytes, run.logical_bytes) == (KV_BYTES / 2, None)
-
-
-def test_answers_of_one_token_have_no_time_between_tokens():
-    result = client_result(Load(2, 8, 1))
-    run = summarise(result, 1.0, Snapshot(), [Snapshot()], Snapshot(), KV_BYTES, "float32")
-    assert set(run.latency) == {"ttft", "e2e"}
+@pytest.mark.parametrize(
+    "seen, physical, logical",
+    [
+        ([{"physical_pages": 5, "logical_entries": 90}, {"physical_pages": 9, "logical_entries": 70}], 9, 70),
+        ([{"kv_usage": 0.5}, {"kv_usage": 0.25}], None, None),  # stock vLLM tells no more
+    ],
+)
+def test_memory_is_read_at_its_peak(seen, physical, logical):
+    result, found = client_result(Load(2, 8, 1)), [Snapshot(**one) for one in seen]
+    run = summarise(result, 1.0, Snapshot(), found, Snapshot(), KV_BYTES, "float32")
+    assert run.physical_bytes == (physical * page_bytes("float32") if physical else KV_BYTES / 2)
+    assert run.logical_bytes == (logical * entry_bytes("float32") if logical else None)
+    assert set(run.latency) == {"ttft", "e2e"}  # of answers of one token
 
 
 @pytest.mark.parametrize(
@@ -157,26 +133,20 @@ def test_answers_of_one_token_have_no_time_between_tokens():
         ({"input_lens": [16, 15]}, "other lengths"),
     ],
 )
-def test_no_figures_from_failed_requests(tmp_path, monkeypatch, no_waiting, changes, message):
-    work = Load(2, 16, 8)
-    answer_with(monkeypatch, client_result(work, **changes))
+def test_no_figures_from_failed_requests(tmp_path, monkeypatch, changes, message):
+    work, server = Load(2, 16, 8), FakeServer(tmp_path / "log", Snapshot())
     with pytest.raises(ServerError, match=message):
-        asyncio.run(drive(FakeServer(tmp_path / "log", [Snapshot()]), work, KV_BYTES, "float32"))
+        run_with(monkeypatch, server, work, client_result(work, **changes))
 
 
-def test_no_waiting_for_a_server_that_ended(tmp_path, monkeypatch, no_waiting):
-    fake = FakeServer(tmp_path / "log", [Snapshot()])
-    fake.ended = True
-    answer_with(monkeypatch, {}, seconds=60)
+def test_no_waiting_for_a_server_that_ended(tmp_path, monkeypatch):
     with pytest.raises(ServerError, match="ended"):
-        asyncio.run(drive(fake, Load(2, 16, 8), KV_BYTES, "float32"))
+        run_with(monkeypatch, FakeServer(tmp_path / "log", Snapshot(), ended=True), Load(2, 16, 8), {}, 60)
 
 
-def test_metrics_of_all_ranks_are_added_up():
-    snapshot = Snapshot.parse(METRICS)
-    assert (snapshot.running, snapshot.physical_pages, snapshot.logical_entries) == (5, 40, 1200)
-    assert (snapshot.decision_seconds, snapshot.compaction_seconds) == (0.75, 0.0)
-    assert Snapshot.parse("").physical_pages is None
+def test_metrics_of_all_ranks_and_phases_are_added_up():
+    expected = Snapshot(running=5, physical_pages=40, decision_seconds=1.25, draft_tokens=9)
+    assert Snapshot.parse(METRICS) == expected and Snapshot.parse("") == Snapshot()
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import pytest
 
 import benchmarks
 from benchmarks.harness import measure, server
-from benchmarks.harness.load import NUMBER_BYTES, entry_bytes, page_bytes
+from benchmarks.harness.load import NUMBER_BYTES
 from benchmarks.harness.measure import full_name, record, record_name
-from benchmarks.harness.scenarios import LAYERS, token_bytes
 from benchmarks.micro import loop
 from benchmarks.micro.__main__ import NAMES
 from benchmarks.micro.__main__ import main as micro
@@ -97,13 +96,6 @@ def test_wrong_options_are_named(case, capsys):
     with pytest.raises(SystemExit):
         parse(name, *words)
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize("size", [entry_bytes, page_bytes, token_bytes])
-def test_bytes_follow_the_dtype(size):
-    assert size("float32") == 2 * size("bfloat16") > 0
-    assert entry_bytes("bfloat16") == 2 * 64 * 2
-    assert token_bytes("float32", 16) * LAYERS == token_bytes("float32") * 16
 
 
 def test_names_of_records_keep_kinds_apart(at_level, monkeypatch):

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from benchmarks.harness import reasoning, scenarios, speculation
 from benchmarks.harness.load import PAGE
 from benchmarks.harness.scenarios import BLOCK, STOCK, token_bytes
-from benchmarks.harness.server import Snapshot
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 from benchmarks.harness.speculation import NGRAM, copying_model, with_ngram
 from tests.benchmarks.runs import ours, run_of, without_port
@@ -64,23 +63,6 @@ def test_targets_of_long_answers(at_level, level, dtype, bound):
     for wall, verdict in ((10.2, True), (10.5, False)):
         (target,) = FITS.targets("reasoning-fits", long_rounds(FITS, wall))
         assert target.met == verdict
-
-
-def test_evictions_and_drafts_are_read_from_the_metrics():
-    values = (
-        ("decision_seconds_sum", 1.0, 0.25),
-        ("compaction_seconds_sum", 2.0, 0.5),
-        ("evictions_total", 9, 4),
-    )
-    text = "".join(
-        f'vllm:kv_eviction_{name}{{engine="0",phase="{phase}"}} {value}\n'
-        for name, *both in values
-        for phase, value in zip(("prefill", "decode"), both, strict=True)
-    )
-    text += "vllm:spec_decode_num_draft_tokens_total 9.0\nvllm:spec_decode_num_accepted_tokens_total 7.0\n"
-    snapshot = Snapshot.parse(text)
-    assert (snapshot.evictions, snapshot.decision_seconds, snapshot.compaction_seconds) == (13, 1.25, 2.5)
-    assert (snapshot.draft_tokens, snapshot.accepted_drafts) == (9, 7)
 
 
 # Answers that are drafted.

@@ -176,7 +176,7 @@ def test_tracebacks_of_refused_bodies_do_not_count():
 
 
 def samples(*rss: float) -> list[Sample]:
-    return [Sample(seconds, seconds, mib, Snapshot(preemptions=3)) for seconds, mib in enumerate(rss)]
+    return [Sample(mib, Snapshot(preemptions=3)) for mib in rss]
 
 
 def test_growth_is_measured_after_the_warm_up():

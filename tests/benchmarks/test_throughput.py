@@ -19,9 +19,7 @@ from benchmarks.harness.measure import Estimate
 from benchmarks.harness.scenarios import (
     BLOCK,
     OVER_BASELINE,
-    PER_CPU,
     SCENARIOS,
-    SPEED,
     TARGETS,
     Scenario,
     Target,
@@ -51,13 +49,6 @@ def test_the_whole_interval_has_to_reach_a_target():
     assert Target("at most", value, 1.4, at_most=True).met
     assert not Target("at most", value, 1.35, at_most=True).met
     assert str(Target("speed", value, 1.25)) == "speed: 1.3 [1.2, 1.4], target >= 1.25: MISSED"
-
-
-def test_ratios_are_taken_over_stock():
-    reached = SCENARIOS["fits"].ratios(rounds_of(SCENARIOS["fits"], cpu=0.5))
-    assert list(reached) == ["budget 1", "budget 0.2"]
-    for one in reached.values():
-        assert (one[SPEED].median, one[PER_CPU].median) == (2.0, 2.0)
 
 
 def test_pool_bound_counts_take_the_worst_run(at_level):
