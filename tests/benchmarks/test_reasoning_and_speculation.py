@@ -4,7 +4,6 @@ import itertools
 import json
 from dataclasses import replace
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -13,7 +12,7 @@ from benchmarks.harness.load import PAGE
 from benchmarks.harness.scenarios import BLOCK, STOCK, token_bytes
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 from benchmarks.harness.speculation import NGRAM, copying_model, with_ngram
-from tests.benchmarks.runs import ours, run_of, without_port
+from tests.benchmarks.runs import without_port
 
 LONG, FITS = reasoning.SCENARIOS["reasoning-long"], reasoning.SCENARIOS["reasoning-fits"]
 COPY = speculation.SCENARIOS["speculation-copy"]
@@ -26,12 +25,6 @@ def commands(monkeypatch, module, scenario, path) -> list[list[str]]:
 
 
 # Answers that are evicted.
-
-
-def long_rounds(scenario, wall: float, seconds: float = 0.0, **changes) -> list[dict]:
-    """Three rounds in which stock vLLM takes 10 s."""
-    run = replace(ours(wall, **changes), decision_seconds=seconds)
-    return [{STOCK: run_of(10.0), scenario.policy: run}] * 3
 
 
 def test_sides_with_long_answers_differ_in_the_eviction_only(monkeypatch, tmp_path):
@@ -49,20 +42,6 @@ def test_twelve_bounded_requests_fit_the_memory_of_three_whole_ones():
     # Heads that compete end anywhere in a page: one page more in each row.
     assert (pages - BLOCK // PAGE) // (bounded // PAGE + 1) == reasoning.AT_ONCE
     assert FITS.output_len == FITS.decode_budget + FITS.decode_interval and not FITS.evicts and LONG.evicts
-
-
-@pytest.mark.parametrize("level, dtype, bound", [("avx512", "bfloat16", 2.4), ("avx2", "float32", 2.0)])
-def test_targets_of_long_answers(at_level, level, dtype, bound):
-    at_level(level)
-    scenario = replace(LONG, dtype=dtype)
-    met = scenario.targets("reasoning-long", long_rounds(scenario, 10 / bound, seconds=0.1, peak=12))
-    assert [target.bound for target in met] == [bound, 12, 0, 0.08] and all(target.met for target in met)
-    rounds = long_rounds(scenario, 6.0, seconds=1.0, peak=11, preemptions=1)
-    assert not any(target.met for target in scenario.targets("reasoning-long", rounds))
-    assert replace(LONG, policy="snapkv").targets("reasoning-long", rounds) == []
-    for wall, verdict in ((10.2, True), (10.5, False)):
-        (target,) = FITS.targets("reasoning-fits", long_rounds(FITS, wall))
-        assert target.met == verdict
 
 
 # Answers that are drafted.
@@ -106,12 +85,3 @@ def test_sides_differ_in_eviction_and_drafts_alone(monkeypatch, tmp_path):
         evicting = ["--kv-eviction", "ada-snapkv", "--kv-budget", budget]
         assert flags[name] == plain + evicting and flags[with_ngram(name)] == plain + drafting + evicting
     assert COPY.environment(None)["NUMBA_NUM_THREADS"] == "1"
-
-
-@pytest.mark.parametrize(
-    "drafting, verdict", [(101.0, [True, True]), (99.0, [False, True]), (59.0, [False, False])]
-)
-def test_verdict_on_drafts(drafting, verdict):
-    speeds = dict(zip(COPY.sides, (100.0, 90.0, 100.0, 60.0, drafting), strict=True))
-    rounds = [{side: run_of(100 / speed) for side, speed in speeds.items()}] * 3
-    assert [target.met for target in COPY.targets("speculation-copy", rounds)] == [True, True, *verdict]
