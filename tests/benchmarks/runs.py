@@ -1,6 +1,7 @@
 """Runs of the serving benchmarks with made-up figures."""
 
 from benchmarks.harness.load import Run
+from benchmarks.harness.soaking import SoakRun
 
 
 def run_of(
@@ -20,3 +21,10 @@ def without_port(command: list[str]) -> list[str]:
     """A server's command, whose port is another one each time."""
     port = command.index("--port") + 1
     return command[:port] + command[port + 1 :]
+
+
+def missed(soak: SoakRun) -> set[str]:
+    """The requirements that a soak has not met."""
+    found = {target.name for target in soak.requirements if not target.met}
+    assert soak.passed == (not found)
+    return found

@@ -17,6 +17,7 @@ from benchmarks.harness.scenarios import STOCK
 from benchmarks.harness.server import ServerError, Snapshot
 from benchmarks.prefix import SIDES as OF_DOCUMENTS
 from benchmarks.prefix import STOCK_WITHOUT, WARM, WITH, WITHOUT
+from tests.benchmarks.runs import without_port
 
 DOCUMENTS, CHATS = prefix.SCENARIOS, chat.SCENARIOS
 
@@ -37,8 +38,7 @@ def test_questions_share_documents_and_nothing_else():
 def flags_of(monkeypatch, scenario, sides) -> dict[str, list[str]]:
     """By side, without the port."""
     monkeypatch.setattr(scenarios, "model", lambda max_len: Path("m"))
-    commands = {side: scenario.server(side, 1).command for side in sides}
-    return {side: [word for word in words if not word.isdigit()] for side, words in commands.items()}
+    return {side: without_port(scenario.server(side, 1).command) for side in sides}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import reasoning, scenarios, speculation
-from benchmarks.harness.load import PAGE
-from benchmarks.harness.scenarios import BLOCK, STOCK, token_bytes
+from benchmarks.harness.scenarios import STOCK
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 from benchmarks.harness.speculation import NGRAM, copying_model, with_ngram
 from tests.benchmarks.runs import without_port
@@ -34,14 +33,6 @@ def test_sides_with_long_answers_differ_in_the_eviction_only(monkeypatch, tmp_pa
         *("--kv-eviction", "ada-snapkv", "--kv-budget", "1", "--kv-decode-budget", "448"),
         *("--kv-eviction-config.decode_interval", "128", "--kv-eviction-config.decode_policy", "snapkv"),
     ]
-
-
-def test_twelve_bounded_requests_fit_the_memory_of_three_whole_ones():
-    pages = LONG.kv_bytes() // token_bytes(LONG.dtype) // PAGE
-    bounded = LONG.input_len + LONG.decode_budget + LONG.decode_interval
-    # Heads that compete end anywhere in a page: one page more in each row.
-    assert (pages - BLOCK // PAGE) // (bounded // PAGE + 1) == reasoning.AT_ONCE
-    assert FITS.output_len == FITS.decode_budget + FITS.decode_interval and not FITS.evicts and LONG.evicts
 
 
 # Answers that are drafted.

@@ -1,7 +1,6 @@
 """The page of all benchmark results, from records made up here."""
 
 import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -55,14 +54,6 @@ def test_the_page_has_every_figure_and_what_was_missed(folder):
     assert ", a card" in sources
     assert "](throughput-sweep-pool.png)" in text and (folder / "throughput-sweep-pool.png").exists()
     assert "## Latencies" not in text and "## Compared with kvpress" not in text
-
-
-def test_one_round_is_no_comparison(folder):
-    path = folder / "throughput-overhead.json"
-    content = json.loads(path.read_text())
-    content["results"]["rounds"] = content["results"]["rounds"][:1]
-    path.write_text(json.dumps(content))
-    assert "| 0.8 [0.8, 0.8] |" in report.write(folder).read_text()
 
 
 def test_the_page_in_the_repository_is_made_of_the_files_beside_it(tmp_path):

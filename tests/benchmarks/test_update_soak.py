@@ -30,6 +30,7 @@ from benchmarks.harness.updates import (
     judge,
 )
 from benchmarks.soak import parse_arguments
+from tests.benchmarks.runs import missed
 from vllm_kvevict.policies import available
 
 # Questions.
@@ -53,18 +54,15 @@ def test_hits_tell_which_cache_they_are_of():
     assert found_in(3 * BLOCK) == "uncompressed prefix" and found_in(0) == "nothing"
 
 
-def test_all_updates_come_equally_often():
+def test_all_updates_come_equally_often_and_the_control_resets_nothing():
     times = Counter(itertools.islice(in_turns(UPDATES, 0), 5 * len(UPDATES)))
-    assert times == dict.fromkeys(UPDATES, 5)
-    assert {update.pause for update in UPDATES} == {"abort", "wait", "keep", None}
-    assert all(update.clears or update.reset for update in UPDATES)
-    assert len({str(update) for update in UPDATES}) == 8
-
-
-def test_the_control_resets_nothing_and_has_a_record_of_its_own():
+    assert times == dict.fromkeys(UPDATES, 5) and len({str(update) for update in UPDATES}) == 8
+    pauses = {"abort", "wait", "keep", None}
+    assert {update.pause for update in UPDATES} == {update.pause for update in WITHOUT_RESET} == pauses
     control = UpdateSoak(parse_arguments(["--minutes", "1", "--updates", "--without-reset"]))
     assert (control.name, control.ways) == ("soak-without-reset", WITHOUT_RESET)
-    assert not any(update.clears or update.reset for update in control.ways)
+    for ways, resets in ((UPDATES, True), (WITHOUT_RESET, False)):
+        assert {bool(update.clears or update.reset) for update in ways} == {resets}
 
 
 # Who must answer what.
@@ -125,44 +123,36 @@ def test_while_an_update_is_under_way_and_after_several():
 # An update as the server sees it.
 
 
-def calls(update: Update) -> list[str]:
-    """What is asked of a server, whose clients are left out."""
-    seen = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(f"{request.url.path}?{request.url.query.decode()}".rstrip("?"))
-        return httpx.Response(200, json={})
-
-    async def one() -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://x") as client:
-            soak = UpdateSoak(parse_arguments(["--requests", "1", "--updates"]))
-            soak.models = [update_soak.FOLDER] * update_soak.WEIGHTS
-            await soak._update(client, update, random.Random(0))
-            assert soak.timeline.moment == 2 and soak.timeline.weights
-
-    asyncio.run(one())
-    return seen
-
-
 SOFT, HARD = (f"/reset_prefix_cache?reset_running_requests={hard}" for hard in ("false", "true"))
+WEIGHTS, RESUME = "/collective_rpc", "/resume"
 
 
 @pytest.mark.parametrize(
     "update, expected",
     [
-        (Update("wait", clears=True), ["/pause?mode=wait&clear_cache=true", "/collective_rpc", "/resume"]),
-        (
-            Update("keep", reset="hard"),
-            ["/pause?mode=keep&clear_cache=false", "/collective_rpc", HARD, "/resume"],
-        ),
-        (Update("abort"), ["/pause?mode=abort&clear_cache=false", "/collective_rpc", "/resume"]),
-        (Update(None, reset="soft"), ["/collective_rpc", SOFT]),
+        (Update("wait", clears=True), ["/pause?mode=wait&clear_cache=true", WEIGHTS, RESUME]),
+        (Update("keep", reset="hard"), ["/pause?mode=keep&clear_cache=false", WEIGHTS, HARD, RESUME]),
+        (Update("abort"), ["/pause?mode=abort&clear_cache=false", WEIGHTS, RESUME]),
+        (Update(None, reset="soft"), [WEIGHTS, SOFT]),
     ],
     ids=str,
 )
 def test_an_update(update, expected, monkeypatch):
+    """What is asked of a server, whose clients are left out."""
     monkeypatch.setattr(update_soak, "LONGEST_PAUSE", 0.0)
-    assert calls(update) == expected
+    soak, seen = UpdateSoak(parse_arguments(["--requests", "1", "--updates"])), []
+    soak.models = [update_soak.FOLDER] * update_soak.WEIGHTS
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.raw_path.decode())
+        return httpx.Response(200, json={})
+
+    async def one() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://x") as client:
+            await soak._update(client, update, random.Random(0))
+
+    asyncio.run(one())
+    assert seen == expected and soak.timeline.moment == 2 and soak.timeline.weights
 
 
 # The verdict.
@@ -180,11 +170,6 @@ def verdict(*outcomes: Outcome, updates=UPDATES) -> UpdateSoak:
 
 
 GOOD = [whole("old"), whole("old", 3 * BLOCK), whole("old", 75), Outcome(LEFT)]
-
-
-def missed(soak: UpdateSoak) -> set[str]:
-    assert soak.passed == all(requirement.met for requirement in soak.requirements)
-    return {requirement.name for requirement in soak.requirements if not requirement.met}
 
 
 def test_a_good_run_passes():
