@@ -19,7 +19,6 @@ from benchmarks.micro.__main__ import main as micro
 
 FOLDER = measure.RESULTS.parent
 COMMANDS = {"demo", "throughput", "latency", "prefix", "chat", "kvpress", "soak", "report", "real_model"}
-SERVING = COMMANDS - {"kvpress", "report"}
 OF_ALL = {"soak": ["--requests", "1"]}
 """What a command cannot do without."""
 
@@ -113,7 +112,7 @@ def test_names_of_records_keep_kinds_apart(at_level, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", sorted(SERVING))
+@pytest.mark.parametrize("name", sorted(COMMANDS - {"kvpress", "report"}))
 def test_every_command_hears_how_long_a_server_may_take(name, monkeypatch):
     monkeypatch.setattr(server.Server, "patience", server.Server.patience)
     assert parse(name).start_patience == 240

@@ -164,22 +164,14 @@ def test_each_run_begins_with_nothing_cached(name, monkeypatch):
     assert one.cached == sum(len(message["prompt"]) - 1 for message in sent[1:])
 
 
-def test_each_turn_goes_on_with_its_own_answers():
-    scenario = replace(CHATS["turns"], chats=1, turns=2, turn_len=2, answer_len=2)
-    first, second = scenario.words(7, 0)
-    sent, answers = sent_by(lead, scenario, 7)
-    assert [one["prompt"] for one in sent] == [first, [*first, 2, 3, *second]]
-    assert [answer.tokens for answer in answers] == [[2, 3], [6, 7]]
-    assert [answer.cached for answer in answers] == [1, 5] and all("vllm_xargs" not in one for one in sent)
-
-
 def test_chats_take_turns_and_tell_where_these_end():
     agents = replace(CHATS["agents"], chats=2, turns=3, turn_len=3, answer_len=2, system_len=4)
     sent, answers = sent_by(lead, agents, 7, True)
     assert [len(one["prompt"]) for one in sent] == [7, 7, 12, 12, 17, 17]
     ends = [[4], [4], [4, 9], [4, 9], [4, 9, 14], [4, 9, 14]]
     assert [one["vllm_xargs"]["kv_turns"] for one in sent] == ends
-    assert sent[2]["prompt"][:7] == sent[0]["prompt"] != sent[1]["prompt"]
+    first, other, second = (one["prompt"] for one in sent[:3])
+    assert second[:9] == first + answers[0].tokens and second[9:] == agents.words(7, 0)[1] and first != other
     assert [answer.cached for answer in answers] == [6, 11, 16] * 2 and agents.known_len == 2 * (9 + 14)
     crowd = replace(CHATS["crowd"], chats=2, turns=3, turn_len=3, answer_len=2, system_len=4)
     sent, _ = sent_by(ask_last, crowd, 7, True)
