@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from vllm.benchmarks.serve import add_cli_args as add_client_args
+from vllm.benchmarks.throughput import add_cli_args as add_throughput_args
 from vllm.entrypoints.cli.openai import CompleteCommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -63,6 +64,9 @@ def _check_vllm(command: str, words: list[str]) -> None:
         _serve_parser().parse_args(words)
     elif command == "complete":
         CompleteCommand.add_cli_args(parser).parse_args(words)
+    elif words[0] == "throughput":
+        add_throughput_args(parser)
+        parser.parse_args(words[1:])
     else:
         assert (command, words[0]) == ("bench", "serve"), f"nobody parses vllm {command}"
         add_client_args(parser)

@@ -114,6 +114,7 @@ TABLE: dict[str, dict[str, Run | None]] = {
             "pytest tests/kernels",
             "pytest tests/engine",
             *(f"python -m benchmarks.gpu.{name}" for name in ("kernels", "attention", "eviction")),
+            "vllm bench throughput",
         ),
         PARSED,
     ),
