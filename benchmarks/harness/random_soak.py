@@ -101,7 +101,7 @@ class RandomSoak(SoakRun):
             while True:
                 with contextlib.suppress(httpx.HTTPError):  # a busy server may be late
                     self.samples.append(await self._sample(server))
-                    status.update(f"{self.answered} requests")
+                    status.update(f"{self.tally.total()} requests")
                 await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _offer(self, server: Server, client: httpx.AsyncClient, traffic: Traffic) -> None:

@@ -101,10 +101,6 @@ class SoakRun(ABC):
         self.requirements: list[Target] = []
 
     @property
-    def answered(self) -> int:
-        return sum(self.tally.values())
-
-    @property
     def passed(self) -> bool:
         return bool(self.requirements) and all(requirement.met for requirement in self.requirements)
 
@@ -197,7 +193,7 @@ class SoakRun(ABC):
         self._report(time.monotonic() - begin, load_average)
 
     def _report(self, seconds: float, load_average: float) -> None:
-        shown = table(f"{self.answered} requests in {seconds:.0f} s", [""], [""])
+        shown = table(f"{self.tally.total()} requests in {seconds:.0f} s", [""], [""])
         for name, value in {**self.counted(), **self.rows()}.items():
             shown.add_row(name, f"{value:g}" if isinstance(value, float) else str(value))
         self.console.print(shown)
@@ -206,7 +202,7 @@ class SoakRun(ABC):
             "check": self.arguments.check,
             "load_average_at_start": load_average,
             "seconds": seconds,
-            "requests": self.answered,
+            "requests": self.tally.total(),
             "tally": self.counted(),
             **self.results(),
             "targets": show_targets(self.console, self.requirements),

@@ -213,7 +213,7 @@ GOOD = [(ASK, Outcome(EXPECTED, 200)), (BAD, Outcome(EXPECTED, 400)), (STREAM, O
 
 def test_a_good_run_passes_and_is_recorded(monkeypatch):
     soak = verdict(*GOOD)
-    assert not missed(soak) and soak.answered == 4 and not soak.failures
+    assert not missed(soak) and soak.tally.total() == 4 and not soak.failures
     saved = {}
     monkeypatch.setattr(
         soaking, "save", lambda name, content, folder: saved.update({name: (content, folder)})

@@ -174,7 +174,7 @@ GOOD = [whole("old"), whole("old", 3 * BLOCK), whole("old", 75), Outcome(LEFT)]
 
 def test_a_good_run_passes():
     soak = verdict(*GOOD)
-    assert not missed(soak) and soak.answered == 4 and not soak.failures
+    assert not missed(soak) and soak.tally.total() == 4 and not soak.failures
     assert soak.results()["counts"]["began with compressed prefix: as expected"] == 1
 
 
