@@ -34,11 +34,6 @@ def read(cache, tokens, kept=()):
     return slot
 
 
-def memory_of(cache, number):
-    """A shared entry's pages as they lie in memory."""
-    return cache.storage[cache.loans[number].pages.long()].clone()
-
-
 def shared_entries(cache, number):
     """Keys and values of all rows of a shared entry, with what lies behind them in partial pages."""
     entry, found = cache.loans[number], []
@@ -98,47 +93,6 @@ def test_a_borrower_has_what_was_kept_and_takes_partial_pages_only(cache):
     cache.verify()
 
 
-def test_nobody_writes_to_a_shared_entry(cache):
-    """Neither its borrowers, by single tokens or many, nor who gets the pages that they give back."""
-    donor = read(cache, 100, KEPT)
-    cache.loans.freeze(7, donor)
-    memory, fork = memory_of(cache, 7), cache.open([(7, None)])
-    first = entries(cache, fork)
-    for slot, tokens in ((donor, 1), (fork, 1), (fork, 40), (donor, 75)):
-        append(cache, slot, tokens)
-        cache.verify()
-        assert torch.equal(memory_of(cache, 7), memory)
-    for slot in (donor, fork):
-        assert all(
-            torch.equal(new[:, : old.shape[1]], old)
-            for old, new in zip(first, entries(cache, slot), strict=True)
-        )
-    assert not torch.equal(entries(cache, donor)[0][:, 64], entries(cache, fork)[0][:, 64])
-    cache.close([donor])
-    append(cache, cache.open(), 90)
-    assert torch.equal(memory_of(cache, 7), memory)
-
-
-def test_the_last_borrower_gets_the_pages(cache):
-    loans, donor = cache.loans, read(cache, 100, KEPT)
-    loans.freeze(7, donor)
-    fork = cache.open([(7, None)])
-    with pytest.raises(ValueError, match=rf"shared entry 7 is borrowed by request slots \[{donor}, {fork}\]"):
-        loans.drop(7)
-    append(cache, fork, 5)
-    content = entries(cache, fork)
-    cache.close([donor])
-    loans.drop(7)
-    assert loans.pages == {True: 0, False: 0} and not list(loans)
-    # Five tokens more than 64, 70, 1 and 33.
-    assert cache.held(fork) == cache.physical_pages == 3 + 3 + 1 + 2
-    assert all(torch.equal(*pair) for pair in zip(content, entries(cache, fork), strict=True))
-    cache.verify()
-    cache.close([fork])
-    assert cache.physical_pages == 0
-    cache.verify()
-
-
 def test_what_a_borrower_has_copied_in_part_is_freed_when_it_gets_the_rest(cache):
     loans, donor = cache.loans, read(cache, 100, KEPT)
     loans.freeze(7, donor)
@@ -178,22 +132,6 @@ def test_what_is_refused_changes_nothing(cache):
         loans.freeze(8, filler)
     assert (cache.num_free, len(cache._closed), list(loans)) == (*before, [7])
     cache.verify()
-
-
-def test_pages_that_move_are_found(cache):
-    """Those of shared entries and of who borrows them, as others."""
-    donor = read(cache, 100, KEPT)
-    cache.loans.freeze(7, donor)
-    content, checksum = entries(cache, donor), cache.loans.checksum(7)
-    fork, removed = cache.open([(7, None)]), cache.loans[7].pages.long()
-    cache.remove_pages(removed)
-    cache.storage[removed] = torch.nan
-    cache.verify()
-    assert cache.loans.checksum(7) == checksum and not set(cache.loans[7].pages.tolist()) & set(
-        removed.tolist()
-    )
-    for slot in (donor, fork, cache.open([(7, None)])):
-        assert all(torch.equal(*pair) for pair in zip(content, entries(cache, slot), strict=True))
 
 
 # What further evictions leave behind what the first has left, which stays as it is.

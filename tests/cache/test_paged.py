@@ -5,12 +5,7 @@ import pytest
 import torch
 
 from .filling import append, entries
-from .writers import (
-    Payload,
-    WritableCache,
-    vllm_cpu_writer,
-    writer,
-)
+from .writers import Payload, WritableCache, writer
 
 L, H, D, PS = 3, 2, 32, 32
 
@@ -66,25 +61,6 @@ def test_index_tensors_of_one_head_are_contiguous(tokens):
         cache.tables.block_tables(step.request_slots, L, 2),
     ):
         assert index.is_contiguous()
-
-
-def test_block_tables_list_each_row_in_order():
-    cache = make()
-    slots = [cache.open() for _ in range(3)]
-    step = cache.extend(slots, [100, 1, 64])
-    tables, subsets = (
-        cache.tables.block_tables(step.request_slots, L, 7),
-        cache.tables.block_tables(step.request_slots[[2, 0]], L, 4),
-    )
-    for layer, (table, subset) in enumerate(zip(tables, subsets, strict=True)):
-        assert table.shape == (3 * H, 7)
-        assert table.dtype == torch.int32
-        assert ((table >= 0) & (table < 400)).all()
-        for i, slot in enumerate(slots):
-            own = cache.tables.region(slot)[layer * H : (layer + 1) * H]
-            held = -(-step.max_lens[i] // PS)
-            assert torch.equal(table[i * H : (i + 1) * H, :held], own[:, :held])
-        assert torch.equal(subset[:, :2], table[[4, 5, 0, 1], :2])
 
 
 def test_settling_shrinks_the_page_table():
@@ -200,33 +176,12 @@ def test_verify_notices_damage():
         cache.verify()
 
 
-def test_with_vllms_cpu_kernel():
-    pytest.importorskip("vllm")
-    cache = make(write=vllm_cpu_writer(PS), dtype=torch.bfloat16)
-    slot = cache.open()
-    step = cache.extend([slot], [77])
-    keys, places = torch.randn(L, H * 77, D).bfloat16(), cache.entry_slots(step)
-    for layer in range(L):
-        cache.write(keys[layer], -keys[layer], places[layer])
-        stored = keys[layer].view(77, H, D).transpose(0, 1)
-        assert torch.equal(cache.read_keys(slot, layer, 77), stored)
-        kept = [torch.arange(3, 77, 3), torch.arange(76, 77)]
-        cache.compact(slot, layer, kept)
-        for head in range(H):
-            want = stored[head, kept[head]]
-            got_keys, got_values = contents(cache, slot, layer, head)
-            assert torch.equal(got_keys, want)
-            assert torch.equal(got_values, -want)
-    cache.verify()
-
-
 def test_one_layer_at_a_time_needs_the_pages_of_one():
     """Three layers of four pages each, in a pool of six: each keeps one page of the four that it takes."""
     cache, payload = make(pages=H * 6), Payload(D)
     slot = cache.open()
     cache.announce(slot, 100)
     assert cache.held(slot) == 0 and cache.lengths.total_entries == 0
-    stored = []
     for layer in range(L):
         cache.storage.index_fill_(0, cache.pool._ids[cache.pool._low : cache.pool._high].long(), float("nan"))
         places, pages = cache.fill(slot, layer, 100)
@@ -236,18 +191,16 @@ def test_one_layer_at_a_time_needs_the_pages_of_one():
         assert not tail(cache, slot, layer, 0).any()
         assert cache.held(slot) == H * (4 + layer) and cache.lengths.shortest(slot, layer) == 100
         cache.compact(slot, layer, [torch.arange(0, 100, 4)] * H)
-        stored.append(payload.keys(ids.view(100, H)[::4].flatten()).view(25, H, D))
     assert cache.pool.fewest_free == 0
     cache.settle(slot)
     cache.verify()
     step = cache.extend([slot], [1])
     assert cache.seq_lens(step.request_slots).tolist() == [[26] * H] * L
-    for layer in range(L):
-        assert torch.equal(cache.read_keys(slot, layer, 25), stored[layer].transpose(0, 1))
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 100])
-def test_storing_what_stays_is_filling_and_compacting(tokens):
+def test_storing_what_stays_frees_as_much_as_filling_and_compacting(tokens):
+    """And needs no more pages meanwhile; that it keeps the same is held by the model in test_paged_random.py."""
     payload, rng = Payload(D), random.Random(tokens)
     ids = payload.ids(tokens * H)
     keys, values = payload.keys(ids).view(tokens, H, D), payload.values(ids).view(tokens, H, D)
@@ -276,11 +229,7 @@ def test_storing_what_stays_is_filling_and_compacting(tokens):
         settled = cache.settle(slot)
         cache.verify()
         for layer in range(L):
-            for head, stays in enumerate(kept[layer]):
-                got_keys, got_values = contents(cache, slot, layer, head)
-                assert torch.equal(got_keys, keys[stays, head]) and torch.equal(
-                    got_values, values[stays, head]
-                )
+            for head in range(H):
                 assert not tail(cache, slot, layer, head).isnan().any()
         held.append((freed, settled.pages, settled.kept.tolist(), settled.residues.tolist()))
         fewest.append(cache.pool.fewest_free)

@@ -51,6 +51,7 @@ class Model:
         slot = self.cache.open()
         assert slot not in self.rows
         self.rows[slot] = [[] for _ in range(L * H)]
+        return slot
 
     def extend(self, slots, tokens):
         need = sum(
@@ -58,13 +59,8 @@ class Model:
             for slot, n in zip(slots, tokens, strict=True)
             for row in self.rows[slot]
         )
-        if need > self.cache.num_free:
-            try:
-                self.cache.extend(slots, tokens)
-            except RuntimeError as error:
-                assert f"{need} pages needed" in str(error)
-                return
-            raise AssertionError("the pool gave pages that it does not have")
+        if self.is_refused(need, self.cache.extend, slots, tokens):
+            return
         step = self.cache.extend(slots, tokens)
         places = self.cache.entry_slots(step)
         ids = self.payload.ids(places.numel()).view(L, -1)
@@ -179,17 +175,10 @@ class Model:
 
     def copy_entries(self, source, entries):
         """Begin a request with copies of the given entries of each row of another, as many of each."""
-        before = set(self.rows)
-        self.open()
-        (slot,) = set(self.rows) - before
+        slot = self.open()
         need = L * H * -(-len(entries[0]) // PS)
-        if need > self.cache.num_free:
-            try:
-                self.cache.copy_entries(source, slot, torch.tensor(entries))
-            except RuntimeError as error:
-                assert f"{need} pages needed" in str(error)
-                return
-            raise AssertionError("the pool gave pages that it does not have")
+        if self.is_refused(need, self.cache.copy_entries, source, slot, torch.tensor(entries)):
+            return
         self.cache.copy_entries(source, slot, torch.tensor(entries))
         rows = self.rows[source]
         chosen = entries * len(rows) if len(entries) == 1 else entries
@@ -205,17 +194,13 @@ class Model:
         """Pages of each row that a request borrows."""
         return list(self.columns.get(slot, [0] * (L * H)))
 
-    def share(self, need, act, *arguments):
-        """Freeze or begin by ``act``, which needs so many pages; whether there were as many."""
+    def is_refused(self, need, act, *arguments):
+        """Whether fewer pages are free than ``act`` needs, which then says so."""
         if need <= self.cache.num_free:
-            act(*arguments)
-            return True
-        try:
-            act(*arguments)
-        except RuntimeError as error:
-            assert f"{need} pages needed" in str(error)
             return False
-        raise AssertionError("the pool gave pages that it does not have")
+        with pytest.raises(RuntimeError, match=f"{need} pages needed"):
+            act(*arguments)
+        return True
 
     def freeze(self, slot, columns):
         """Share a request's next columns, or all that it holds."""
@@ -223,8 +208,9 @@ class Model:
         while number in self.shared:
             number += 1
         need = sum(len(row) % PS > 0 for row in rows) if columns is None else 0
-        if not self.share(need, self.cache.loans.freeze, number, slot, columns):
+        if self.is_refused(need, self.cache.loans.freeze, number, slot, columns):
             return
+        self.cache.loans.freeze(number, slot, columns)
         stop = None if columns is None else (first + columns) * PS
         self.shared[number] = [row[first * PS : stop] for row in rows]
         self.firsts[number] = None if columns is None else first
@@ -234,12 +220,11 @@ class Model:
         """Begin a request with shared entries."""
         cut = [(self.shared[n], None if columns is None else columns * PS) for n, columns in parts]
         rows = [[entry for part, stop in cut for entry in part[i][:stop]] for i in range(L * H)]
-        before = set(self.rows)
-        if self.share(
-            sum(len(row) % PS > 0 for row in rows), lambda: self.rows.update({self.cache.open(parts): rows})
-        ):
-            (slot,) = set(self.rows) - before
-            self.lend(slot, parts)
+        if self.is_refused(sum(len(row) % PS > 0 for row in rows), self.cache.open, parts):
+            return
+        slot = self.cache.open(parts)
+        self.rows[slot] = rows
+        self.lend(slot, parts)
 
     def lend(self, slot, parts):
         """Only full pages are lent."""
@@ -255,12 +240,9 @@ class Model:
         borrowers = [slot for slot, parts in self.lent.items() if number in dict(parts)]
         assert sorted(self.cache.loans.borrowers(number)) == sorted(borrowers)
         if len(borrowers) > (self.firsts[number] is None):
-            try:
+            with pytest.raises(ValueError, match=f"shared entry {number} is borrowed by"):
                 self.cache.loans.drop(number)
-            except ValueError as error:
-                assert f"shared entry {number} is borrowed by" in str(error)
-                return
-            raise AssertionError("a shared entry was dropped that somebody needs")
+            return
         self.cache.loans.drop(number)
         del self.shared[number], self.firsts[number]
         for slot in borrowers:

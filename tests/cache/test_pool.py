@@ -18,21 +18,6 @@ def test_runs_ascend_from_the_low_end_and_single_pages_come_from_the_high_end():
     pool.verify()
 
 
-def test_pages_come_back_however_they_were_taken():
-    pool, random = PagePool(40, "cpu"), torch.Generator().manual_seed(0)
-    held = []
-    for _ in range(300):
-        count = int(torch.randint(0, 9, (), generator=random))
-        if count <= pool.num_free and torch.rand((), generator=random) < 0.6:
-            take = pool.take_stretch if torch.rand((), generator=random) < 0.5 else pool.take
-            held.append(take(count))
-        elif held:
-            pool.give(held.pop(int(torch.randint(0, len(held), (), generator=random))))
-        pool.verify()
-        assert pool.num_free == 40 - sum(ids.numel() for ids in held)
-    assert torch.cat(held).unique().numel() == 40 - pool.num_free
-
-
 @pytest.mark.parametrize("name", ["take", "take_stretch"])
 def test_exhaustion_changes_nothing(name):
     pool = PagePool(5, "cpu")

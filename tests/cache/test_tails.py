@@ -117,15 +117,6 @@ def test_a_tail_that_is_dropped_leaves_the_chain_alone(cache):
     assert lengths(cache, cache.open([(1, None)])) == KEPT
 
 
-def test_a_tail_moves_with_its_pages(cache):
-    slot, content = left_by(cache, 40)
-    cache.close([slot])
-    removed = cache.loans[2].pages.long()
-    cache.remove_pages(removed)
-    cache.storage[removed] = torch.nan
-    assert is_beginning(cache, cache.open([(1, None)], 2), content)
-
-
 def test_what_is_refused_changes_nothing(cache):
     slot, _ = left_by(cache, 40)
     with pytest.raises(ValueError, match="holds no pages of its own"):

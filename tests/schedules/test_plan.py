@@ -1,13 +1,10 @@
 """When a request is evicted, and what that means for others: it follows from its configuration and its length."""
 
-import dataclasses
-import sys
-
 import pytest
 
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.inputs import HeadDims
-from vllm_kvevict.schedules.plan import Phase, Plan
+from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import plan_of, plan_of_parts, repeats_prompt, schedule_of
 
 N, WINDOW = 700, 32
@@ -48,22 +45,6 @@ def test_sums_over_all_queries_need_a_reserve_and_all_tokens() -> None:
     assert (summing.reserved(dims), summing.reserved(dims, in_one_step=True)) == (N, 0)
     assert (summing.most_cached(N), summing.leaves(N)) == (0, N)
     assert plan("snapkv").reserved(dims) == 0
-
-
-def test_an_answer_may_be_evicted_for_ever() -> None:
-    every = range(N + 64, sys.maxsize, 64)
-    once = plan("snapkv")
-    endless = dataclasses.replace(
-        once, phases=(*once.phases, Phase(once.config, "whole", every, begins=N, of_answer=True))
-    )
-    assert endless.prompt == once.prompt
-    after = next(x for x in range(10**9 + 1, 10**9 + 65) if (x - N) % 64 == 0)
-    assert [endless.next_eviction(x) for x in (0, N, N + 64, 10**9)] == [N, N + 64, N + 128, after]
-    assert endless.grows_until(N, 2 * N) == N + 64 and endless.grows_until(N, N + 10) == N + 10
-    # Each eviction of an answer is complete, and nothing is left for others behind the prompt.
-    assert endless.phase_of(N) == once.prompt and endless.phase_of(N + 128) == endless.phases[1]
-    assert endless.phase_of(N + 100) is None
-    assert (endless.most_cached(2 * N), endless.leaves(2 * N)) == (once.most_cached(2 * N), N)
 
 
 def test_a_first_part_alone_keeps_all() -> None:
