@@ -21,6 +21,7 @@ from vllm_kvevict.policies import (
 )
 
 from . import reference, reference_select
+from .layers import those_of
 from .reference_scores import SCORE, Scored, Tensors, Turns
 from .seeds import named
 
@@ -229,8 +230,16 @@ def run_case(rng: random.Random, cfg: EvictionConfig, n: int, dtype: torch.dtype
     heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
     num_layers = layers or rng.randint(1, 3)
     shape = (heads, group, rng.choice([4, 6]), rng.choice([None, 0.7]), rng.choice([None, None, 2.0]))
-    inputs, slow = zip(*(random_layer(rng, cfg, n, shape, dtype) for _ in range(num_layers)), strict=True)
-    fast = [score_layer(cfg, x, i, num_layers) for i, x in enumerate(inputs)]
+    layers = [random_layer(rng, cfg, n, shape, dtype) for _ in range(num_layers)]
+    check_stages(cfg, n, *check_model(cfg, layers, n, heads))
+
+
+def check_model(
+    cfg: EvictionConfig, layers: list[tuple[LayerInputs, Scored]], n: int, heads: int
+) -> tuple[list[LayerScores], list]:
+    """Scores of all layers, and what is kept, once both equal what the reference makes of the layers."""
+    inputs, slow = zip(*layers, strict=True)
+    fast = [score_layer(cfg, x, i, len(layers)) for i, x in enumerate(inputs)]
     kept = as_lists(select(cfg, fast, n))
     check_counts(kept, cfg, n)
     assert kept == expected(cfg, [plain(x) for x in fast], n, heads)
@@ -240,11 +249,11 @@ def run_case(rng: random.Random, cfg: EvictionConfig, n: int, dtype: torch.dtype
         same = [dataclasses.replace(y, weight=plain(x).weight) for x, y in zip(fast, slow, strict=True)]
         if all(sure):
             check_same(kept, expected(cfg, same, n, heads), slow, cfg)
-    check_stages(cfg, fast, n, kept)
+    return fast, kept
 
 
-def check_stages(cfg: EvictionConfig, layers: list[LayerScores], n: int, kept: list) -> None:
-    """One layer at a time, as within a pipeline stage or a layer's own forward."""
+def check_stages(cfg: EvictionConfig, n: int, layers: list[LayerScores], kept: list) -> None:
+    """One layer at a time, as in a layer's own forward, and several, as in a pipeline stage."""
     if reference_select.RULES[cfg.policy][0] == "global":
         if len(layers) > 1 and cfg.evicts(n):
             with pytest.raises(ValueError, match="layer"):
@@ -264,6 +273,11 @@ def check_stages(cfg: EvictionConfig, layers: list[LayerScores], n: int, kept: l
     for x, wanted in zip(layers, kept, strict=True):
         given = [x] if x.layer >= leader else [x, layers[leader]]
         assert as_lists(select(cfg, given, n))[0] == wanted
+    if leader > 0:
+        with pytest.raises(ValueError, match=f"layer {leader} chooses"):
+            select(cfg, layers[:leader], n)
+    else:
+        assert as_lists(select(cfg, layers[1:], n)) == kept[1:]
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(20, 120, 20))])
@@ -276,16 +290,10 @@ def test_random_shapes(policy, first):
             run_case(rng, random_config(rng, policy), rng.randint(1, 80), dtype)
 
 
-def small_sizes(policy: str, window: int) -> dict[str, int]:
-    """A window of that size, and no sinks beside it."""
-    sizes = {"window": window, "take_probe": window, "sinks": 0}
-    return {name: size for name, size in sizes.items() if name in parameters(policy)}
-
-
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 19, 20, 21, 22, 70])
 @pytest.mark.parametrize("policy", [p for p in available() if p != "full"])
 def test_lengths_around_window_and_budget(policy, n):
-    sizes = small_sizes(policy, 8)
+    sizes = those_of(policy, window=8, take_probe=8, sinks=0)
     if policy.endswith(
         "defensivekv"
     ):  # an average of all candidates would be the same for each but for its rounding
@@ -316,7 +324,7 @@ def test_decay_is_offered_where_no_score_is_negative(policy):
 def test_long_prompts(policy):
     """Longer than what the fast code may take in one piece."""
     # The reference is slow.
-    sizes = small_sizes(policy, 4)
+    sizes = those_of(policy, window=4, take_probe=4, sinks=0)
     for ratio in (0.03, 0.4):
         cfg = EvictionConfig(policy, keep_ratio=ratio, **sizes)
         run_case(random.Random(3), cfg, 1300, torch.bfloat16, layers=2)
@@ -362,4 +370,4 @@ def test_selection_from_given_scores_with_many_ties(policy):
         rng.shuffle(order)
         assert as_lists(select(cfg, [layers[i] for i in order], n)) == [wanted[i] for i in order]
         check_counts(wanted, cfg, n)
-        check_stages(cfg, layers, n, wanted)
+        check_stages(cfg, n, layers, wanted)

@@ -19,34 +19,24 @@ from vllm_kvevict.policies import (
 from vllm_kvevict.policies.attention import combine_rows, pool
 
 from . import reference_select
+from .layers import model_inputs, those_of
 from .reference_scores import SCORE
 
 N, WINDOW, LAYERS = 100, 8, 4
-ANGLES = torch.arange(N)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
-ROTARY = (ANGLES.cos(), ANGLES.sin())
 SCORED = [policy for policy in available() if SCORE[policy]]
 
 
-def inputs(seed: int, num_layers: int = LAYERS, values: str = "random") -> list[LayerInputs]:
+def inputs(seed: int) -> list[LayerInputs]:
     """Three KV heads; the largest values of the first one lie in the window."""
-    g = torch.Generator().manual_seed(seed)
-    result = []
-    for _ in range(num_layers):
-        q_all, k = torch.randn(6, N, 8, generator=g) * 2, torch.randn(3, N, 8, generator=g) * 2
-        v, w_o = torch.randn(3, N, 8, generator=g), torch.randn(6, 8, 16, generator=g)
-        v[0, -WINDOW:] *= 3
-        if values == "unit":
-            v = torch.eye(8)[torch.randint(0, 8, (3, N), generator=g)]
-        x = LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o, rotary=ROTARY)
-        # No more than a window pays, or it would not count beside that.
-        result.append(dataclasses.replace(x, repeated=q_all.sum(2).abs().view(3, 2, N).amax(1) / 100))
-    return result
+    layers = model_inputs(seed, LAYERS, 3, 2, N, 8, WINDOW)
+    for x in layers:
+        x.values[0, -WINDOW:] *= 3
+    return layers
 
 
 def config(policy: str, **params) -> EvictionConfig:
     """The paper's parameters, a budget of 30 with a window of 8, and no sinks beside it."""
-    sizes = {"window": WINDOW, "take_probe": WINDOW, "sinks": 0}
-    sizes = {name: size for name, size in sizes.items() if name in parameters(policy)}
+    sizes = those_of(policy, window=WINDOW, take_probe=WINDOW, sinks=0)
     return EvictionConfig(policy, budget=30, defaults="paper", **(sizes | params))
 
 
@@ -54,8 +44,8 @@ def as_lists(kept) -> list:
     return [[head.tolist() for head in layer] for layer in kept]
 
 
-def kept(policy: str, seed: int, *, layers: list[LayerInputs] | None = None, **params) -> list:
-    return as_lists(decide(config(policy, **params), layers or inputs(seed)))
+def kept(policy: str, seed: int, **params) -> list:
+    return as_lists(decide(config(policy, **params), inputs(seed)))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -13,12 +13,12 @@ from vllm_kvevict.policies import (
     available,
     decide,
     inputs,
-    parameters,
     score_layer,
     select,
 )
 from vllm_kvevict.policies.registry import Policy, lookup, register
 
+from .layers import model_inputs, those_of
 from .reference_scores import SCORE
 
 CFG = EvictionConfig("snapkv", budget=20, window=8)
@@ -32,18 +32,12 @@ def tensors(n: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def config(policy: str) -> EvictionConfig:
-    sizes = {"window": 8, "take_probe": 8, "sinks": 2}
-    return EvictionConfig(
-        policy, budget=20, **{name: size for name, size in sizes.items() if name in parameters(policy)}
-    )
+    return EvictionConfig(policy, budget=20, **those_of(policy, window=8, take_probe=8, sinks=2))
 
 
 def everything() -> LayerInputs:
-    q, k = tensors()
-    g = torch.Generator().manual_seed(1)
-    v, q_all, w_o = (torch.randn(*dims, generator=g) for dims in ((2, 50, 6), (4, 50, 6), (4, 6, 10)))
-    repeated = torch.rand(2, 50, generator=g)
-    return LayerInputs(q, k, v, q_all=q_all, w_o=w_o, rotary=rotary(), repeated=repeated)
+    (layer,) = model_inputs(1, 1, 2, 2, 50, 6, window=8)
+    return layer
 
 
 def rotary(positions: int = 50, pairs: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

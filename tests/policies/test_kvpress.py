@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -66,27 +65,19 @@ seeds = pytest.mark.parametrize("seed", range(4))
 lengths = pytest.mark.parametrize(("n", "budget"), [(40, 17), (97, 31), (150, 120), (301, 60)])
 
 
-def kvpress(module: str, name: str) -> Callable:
-    """Something of kvpress, without the package's __init__: it needs data set tools and patches transformers."""
+def press(module: str, name: str, *args, **params) -> object:
+    """A press, without the package's __init__: that needs data set tools and patches transformers."""
     if "kvpress" not in sys.modules:
         spec = importlib.util.find_spec("kvpress")
         if spec is None:
             raise ModuleNotFoundError("kvpress is missing: `make install` installs it")
         sys.modules["kvpress"] = importlib.util.module_from_spec(spec)
-    return getattr(importlib.import_module(f"kvpress.{module}"), name)
+    return getattr(importlib.import_module(f"kvpress.presses.{module}_press"), name)(*args, **params)
 
 
-def press(module: str, name: str, *args, **params) -> object:
-    return kvpress(f"presses.{module}_press", name)(*args, **params)
-
-
-def ratio_for(n: int, budget: float) -> float:
-    """The compression ratio that leaves `budget` of n tokens."""
-    return 1 - budget / n
-
-
-def snapkv_press(n: int, budget: int) -> object:
-    return press("snapkv", "SnapKVPress", ratio_for(n, budget + 0.5), **THEIRS)  # it truncates
+def ratio_for(n: int, budget: int) -> float:
+    """The compression ratio that leaves `budget` of n tokens; a press truncates."""
+    return 1 - (budget + 0.5) / n
 
 
 def share(part: int, whole: int) -> float:
@@ -203,7 +194,7 @@ def check_same(have: list, want: list, *rounds: Tensor, adaptive: bool = False) 
 def test_uniform_heads(case, n, budget, seed):
     policy, params, module, name, press_params, observed = CASES[case]
     layer = make_layer(seed, n)
-    other = press(module, name, ratio_for(n, budget + 0.5), **press_params)
+    other = press(module, name, ratio_for(n, budget), **press_params)
     (kept,) = ours(EvictionConfig(policy, budget=budget, **params), layer)
     check_same(kept, theirs(other, layer, observed), scores(other, layer, observed))
 
@@ -214,7 +205,7 @@ def test_uniform_heads(case, n, budget, seed):
 def test_adaptive_heads(alpha, n, budget, seed):
     """kvpress guarantees each head floor(alpha*B) tokens, of which the window is the first part."""
     layer = make_layer(seed, n)
-    snapkv = snapkv_press(n, budget)
+    snapkv = press("snapkv", "SnapKVPress", ratio_for(n, budget), **THEIRS)
     guaranteed = max(0, int(alpha * budget) - WINDOW)
     cfg = EvictionConfig(
         "ada-snapkv",

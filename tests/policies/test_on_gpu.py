@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.interpreting import interpreted
+from tests.policies.layers import model_inputs
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, decide, parameters
 from vllm_kvevict.policies.attention import combine_rows, window_rows
 from vllm_kvevict.policies.params import COMBINED_ROWS
 
 SELECT = importlib.import_module("vllm_kvevict.policies.select")  # the package has a function of this name
 LAYERS, HEADS, GROUP, TOKENS, DIM = 3, 2, 2, 90, 16
-ANGLES = torch.arange(TOKENS)[:, None] * 0.5 ** torch.arange(DIM // 2)
 BY_MEAN = [
     policy
     for policy in available()
@@ -25,24 +25,7 @@ BY_MEAN = [
 
 
 def _inputs(seed: int) -> list[LayerInputs]:
-    random = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=random)
-
-    return [
-        LayerInputs(
-            normal(HEADS * GROUP, 32, DIM),
-            normal(HEADS, TOKENS, DIM),
-            normal(HEADS, TOKENS, DIM),
-            w_o=normal(HEADS * GROUP, DIM, 24),
-            col_sums=normal(HEADS * GROUP, TOKENS).abs(),
-            repeated=normal(HEADS, TOKENS).abs(),
-            q_all=normal(HEADS * GROUP, TOKENS, DIM),
-            rotary=(ANGLES.cos(), ANGLES.sin()),
-        )
-        for _ in range(LAYERS)
-    ]
+    return model_inputs(seed, LAYERS, HEADS, GROUP, TOKENS, DIM, window=32)
 
 
 def _received(config: EvictionConfig, inputs: LayerInputs) -> dict[str, torch.Tensor]:
@@ -102,6 +85,4 @@ def test_kernels_select_the_same(policy, monkeypatch):
     monkeypatch.setattr(SELECT, "on_gpu", lambda tensor: True)
     with interpreted():
         found = decide(config, inputs)
-    for layer, other in zip(expected, found, strict=True):
-        for kept, also in zip(layer, other, strict=True):
-            assert torch.equal(kept, also)
+    assert _equal(expected, found)

@@ -6,21 +6,12 @@ import random
 import pytest
 import torch
 
-from vllm_kvevict.policies import EvictionConfig, available, score_layer, select
+from vllm_kvevict.policies import EvictionConfig, available, score_layer
 from vllm_kvevict.policies.registry import lookup, policies_for_parts
 
 from . import reference_select
 from .seeds import named
-from .test_against_reference import (
-    as_lists,
-    budget_of,
-    check_same,
-    check_scores,
-    expected,
-    plain,
-    random_config,
-    random_layer,
-)
+from .test_against_reference import budget_of, check_model, random_config, random_layer
 
 ABLE = [policy for policy in policies_for_parts() if policy != "full"]
 DO_NOT_SEE = ("streaming-llm", "knorm", "keydiff", "compactor", "kvzip")
@@ -51,16 +42,7 @@ def test_as_the_reference(policy):
         earlier = [tuple(rng.randint(1, 30) for _ in range(heads)) for _ in range(num_layers)]
         with named(seed):
             layers = [random_layer(rng, cfg, n, shape, torch.float32, counts) for counts in earlier]
-            inputs, slow = zip(*layers, strict=True)
-            fast = [score_layer(cfg, x, layer, num_layers) for layer, x in enumerate(inputs)]
-            kept = as_lists(select(cfg, fast, n))
-            assert kept == expected(cfg, [plain(x) for x in fast], n, heads)
-            if slow[0].scores is None:
-                continue
-            sure = [check_scores(x, y, policy) for x, y in zip(fast, slow, strict=True)]
-            same = [dataclasses.replace(y, weight=plain(x).weight) for x, y in zip(fast, slow, strict=True)]
-            if all(sure):
-                check_same(kept, expected(cfg, same, n, heads), slow, cfg)
+            check_model(cfg, layers, n, heads)
 
 
 @pytest.mark.parametrize("policy", [policy for policy in ABLE if policy not in DO_NOT_SEE])

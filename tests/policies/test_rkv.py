@@ -1,4 +1,4 @@
-"""rkv: redundancy against a float64 reference that makes the whole matrix, and what the policy is for."""
+"""rkv: redundancy against a float64 reference that makes the whole matrix; test_rows.py compares its scores."""
 
 import random
 
@@ -7,15 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_kvevict.policies import (
-    EvictionConfig,
-    LayerInputs,
-    rkv,
-    score_layer,
-)
+from vllm_kvevict.policies import rkv
 
 from . import reference_rows
-from .reference_scores import Tensors
 from .seeds import named
 
 
@@ -88,43 +82,6 @@ def test_wrong_neighbours_are_seen(wrong, monkeypatch):
     monkeypatch.setattr(rkv, "newest_alike", wrong)
     with pytest.raises(AssertionError):
         run_all()
-
-
-def layer(n: int, seed: int = 0, heads: int = 2) -> LayerInputs:
-    rng = random.Random(seed)
-    keys = torch.stack([keys_with_copies(rng, n) for _ in range(heads)])
-    return LayerInputs(torch.randn(2 * heads, 8, 8, generator=torch.Generator().manual_seed(seed)), keys)
-
-
-def check_layer(x: LayerInputs, **params) -> None:
-    cfg = EvictionConfig("rkv", budget=params.pop("budget", 9), **params)
-    slow = reference_rows.rkv(
-        Tensors(x.keys.double().numpy(), x.q_window.double().numpy()), cfg.params["window"], 0, cfg.params
-    )
-    np.testing.assert_allclose(score_layer(cfg, x, 0, 1).scores.numpy(), slow.scores, rtol=2e-5, atol=2e-7)
-
-
-MIXES = [{"mix": mix, "window": window} for mix in (0.0, 0.1, 1.0) for window in (1, 8)]
-
-
-@pytest.mark.parametrize("n", [10, 11, 16, 70])
-def test_scores_also_just_above_the_window(n):
-    for params in MIXES:
-        check_layer(layer(n, n), **params)
-
-
-@pytest.mark.parametrize("wrong", ["sign", "short softmax", "no pooling"])
-def test_wrong_scores_are_seen(wrong, monkeypatch):
-    right = rkv.redundancy
-    if wrong == "sign":
-        monkeypatch.setattr(rkv, "redundancy", lambda keys, threshold: -right(keys, threshold))
-    elif wrong == "short softmax":  # over the candidates alone
-        short = lambda keys, threshold: right(keys, threshold) / right(keys, threshold)[:-8].sum()  # noqa: E731
-        monkeypatch.setattr(rkv, "redundancy", short)
-    else:
-        monkeypatch.setattr(rkv, "pool", lambda scores, how, kernel: scores)
-    with pytest.raises(AssertionError):
-        check_layer(layer(40), mix=0.1)
 
 
 class Largest(TorchDispatchMode):

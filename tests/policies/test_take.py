@@ -96,26 +96,13 @@ def test_a_chunk_keeps_what_the_probe_attends_to(seed: int) -> None:
     assert [head.tolist() for head in take.select(cfg, q, keys[:, :24], 3, 4, True)] == [list(range(24))] * 4
 
 
-def test_one_chunk_without_warmup_is_one_decision() -> None:
-    cfg = EvictionConfig("take", keep_ratio=0.3, take_probe=6, take_warmup_layers=0)
-    layers = [LayerInputs(torch.randn(4, 6, 8), torch.randn(2, 70, 8)) for _ in range(3)]
+@pytest.mark.parametrize(("n", "ratio", "probe", "window"), [(70, 0.3, 6, 6), (100, 0.1, 32, 5)])
+def test_one_chunk_without_warmup_is_one_decision(n: int, ratio: float, probe: int, window: int) -> None:
+    """Also where a small ratio shrinks the probe: ten entries of 100 have room for five rows."""
+    cfg = EvictionConfig("take", keep_ratio=ratio, take_probe=probe, take_warmup_layers=0)
+    layers = [LayerInputs(torch.randn(4, probe, 8), torch.randn(2, n, 8)) for _ in range(3)]
     for layer, (x, kept) in enumerate(zip(layers, decide(cfg, layers), strict=True)):
         again = take.select(cfg, x.q_window, x.keys, layer, 3, last=True)
         assert [a.tolist() for a in again] == [b.tolist() for b in kept]
-        assert all(len(head) == 21 for head in kept)
-
-
-def test_a_small_ratio_shrinks_the_probe() -> None:
-    """Ten entries of 100 have room for a probe of five rows; as one decision shrinks it."""
-    cfg = EvictionConfig("take", keep_ratio=0.1, take_warmup_layers=0)
-    x = LayerInputs(torch.randn(4, 32, 8), torch.randn(2, 100, 8))
-    kept = take.select(cfg, x.q_window, x.keys, 0, 1, last=True)
-    assert all(len(head) == 10 and head[-5:].tolist() == list(range(95, 100)) for head in kept)
-    assert [head.tolist() for head in kept] == [head.tolist() for head in decide(cfg, [x])[0]]
-
-
-def test_warmup_layers_follow_the_last_of_them() -> None:
-    layers = [LayerInputs(torch.randn(4, 6, 8), torch.randn(2, 70, 8)) for _ in range(4)]
-    cfg = EvictionConfig("take", budget=20, take_probe=6, take_warmup_layers=3)
-    kept = [[head.tolist() for head in layer] for layer in decide(cfg, layers)]
-    assert kept[0] == kept[1] == kept[2] != kept[3]
+        assert all(len(head) == round(ratio * n) for head in kept)
+        assert all(head[-window:].tolist() == list(range(n - window, n)) for head in kept)

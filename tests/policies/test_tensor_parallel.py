@@ -21,15 +21,13 @@ from vllm_kvevict.policies import (
 from vllm_kvevict.policies.registry import lookup
 
 from . import reference_select
+from .layers import model_inputs, repeated, those_of
 
 WORLD, N, NUM_LAYERS, WINDOW = 4, 120, 3, 8
-ANGLES = torch.arange(N)[:, None] * 0.5 ** torch.arange(8)
-ROTARY = (ANGLES.cos(), ANGLES.sin())
 
 
 def config(policy: str, **params) -> EvictionConfig:
-    size = {"window": WINDOW, "take_probe": WINDOW, "sinks": 4}
-    size = {name: count for name, count in size.items() if name in parameters(policy)} | params
+    size = those_of(policy, window=WINDOW, take_probe=WINDOW, sinks=4) | params
     return EvictionConfig(policy, **({"budget": 30} if "keep_ratio" not in params else {}), **size)
 
 
@@ -87,23 +85,7 @@ def equal(mine: torch.Tensor | None, wanted: torch.Tensor | None, heads: slice) 
 
 
 def layers_of_a_model(kv_heads: int, query_heads: int) -> list[LayerInputs]:
-    g = torch.Generator().manual_seed(kv_heads)
-    result = []
-    for _ in range(NUM_LAYERS):
-        q_all = torch.randn(query_heads, N, 16, generator=g)
-        k, v = torch.randn(kv_heads, N, 16, generator=g), torch.randn(kv_heads, N, 16, generator=g)
-        w_o = torch.randn(query_heads, 16, 24, generator=g)
-        x = LayerInputs(q_all[:, -WINDOW:], k, v, q_all=q_all, w_o=w_o, rotary=ROTARY)
-        result.append(dataclasses.replace(x, repeated=most_of_heads(x)))
-    return result
-
-
-def most_of_heads(x: LayerInputs) -> torch.Tensor:
-    """Stands in for what repeating paid: a row of each query head, of which those that are here give the most.
-
-    No more than a window pays, or that would not count beside it.
-    """
-    return x.q_all.sum(2).abs().unflatten(0, (x.num_kv_heads, -1)).amax(1) / 200
+    return model_inputs(kv_heads, NUM_LAYERS, kv_heads, query_heads // kv_heads, N, 16, WINDOW)
 
 
 def part(x: LayerInputs, queries: slice, heads: slice) -> LayerInputs:
@@ -116,7 +98,7 @@ def part(x: LayerInputs, queries: slice, heads: slice) -> LayerInputs:
         w_o=x.w_o[queries],
         rotary=x.rotary,
     )
-    return dataclasses.replace(mine, repeated=most_of_heads(mine))
+    return repeated(mine)
 
 
 def given_scores(cfg: EvictionConfig, kv_heads: int, generator: torch.Generator) -> list[LayerScores]:
@@ -266,33 +248,6 @@ def test_ranks_decide_like_one_device(tmp_path):
     # Forked, so that they have what was computed and imported here.
     arguments = (str(tmp_path / "init"), wanted)
     multiprocessing.start_processes(worker, args=arguments, nprocs=WORLD, start_method="fork")
-
-
-@pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
-def test_pipeline_stages_decide_like_the_whole(cfg):
-    g = torch.Generator().manual_seed(1)
-    rand = torch.rand(2, 6, 2, N - cfg.window_for(N), generator=g)
-    scores = [LayerScores(i, 6, 2, rand[0, i], weight=float(i % 4), second=rand[1, i]) for i in range(6)]
-    whole = select(cfg, scores, N)
-    if cfg.policy in reference_select.DYNAMIC:
-        with pytest.raises(ValueError, match="layer"):
-            select(cfg, scores[:3], N)
-        scores = with_budgets(cfg, scores)
-    for stages in (1, 2, 6):
-        size = 6 // stages
-        parts = [scores[i : i + size] for i in range(0, 6, size)]
-        if reference_select.RULES[cfg.policy][0] == "global" and stages > 1:
-            # They search for a cut together: see test_cuts.py.
-            for x in parts:
-                with pytest.raises(ValueError, match="layer"):
-                    select(cfg, x, N)
-            continue
-        if cfg.policy == "take" and stages == 6:
-            for x in parts[:2]:
-                with pytest.raises(ValueError, match="layer 2 chooses"):
-                    select(cfg, x, N)
-            continue
-        assert same([kept for x in parts for kept in select(cfg, x, N)], whole)
 
 
 def test_what_a_policy_needs_from_other_layers():

@@ -36,32 +36,3 @@ def test_keys_order_like_a_sort(scores, data):
     counts = [data.draw(st.integers(0, m)) for _ in range(heads)]
     kept = best_positions(keys, counts)
     assert [x.tolist() for x in kept] == reference.keep(plain, counts, 0, 0)
-
-
-@given(layers(), st.data())
-def test_guarantee_comes_before_the_rest(scores, data):
-    scores = [[-math.inf if math.isnan(s) else s for s in row] for row in scores]
-    b = data.draw(st.integers(0, len(scores[0])))
-    own = data.draw(st.integers(0, b))
-    alpha = math.ceil(own * 10**6 / b) / 10**6 if b else 0.0
-    counts = count_best([order_keys(torch.tensor(scores))], [len(scores) * b], [own], None)
-    assert counts.tolist() == [reference.ada_counts(scores, b, alpha, "guarantee")]
-
-
-@given(layers(), st.data())
-def test_layers_are_counted_apart(scores, data):
-    """All layers of a request at once, each with its own total and guarantee."""
-    heads, m = len(scores), len(scores[0])
-    stack = [order_keys(torch.tensor(scores)[:, torch.randperm(m)]) for _ in range(4)]
-    totals = [heads * data.draw(st.integers(0, m)) for _ in stack]
-    own = [data.draw(st.integers(0, total // heads)) for total in totals]
-    apart = [
-        count_best([k], [total], [sure], None) for k, total, sure in zip(stack, totals, own, strict=True)
-    ]
-    assert torch.equal(count_best(stack, totals, own, None), torch.cat(apart))
-
-
-def test_equal_scores_fill_heads_evenly():
-    keys = order_keys(torch.zeros(4, 100))
-    counts = count_best([keys, keys], [40, 42], [0, 0], None).tolist()
-    assert counts == [[10, 10, 10, 10], [11, 11, 10, 10]]
