@@ -34,35 +34,25 @@ def compiled(monkeypatch):
     return commands
 
 
-def test_compiles_once(compiled):
-    assert isinstance(build.load("decode_attention"), ctypes.CDLL)
-    build._load.cache_clear()  # as another process
-    build.load("decode_attention")
-    assert len(compiled) == 1
-    assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"]
-
-
-def test_other_flags_are_another_library(compiled, monkeypatch):
-    build.load("decode_attention")
-    build._load.cache_clear()
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
-    build.load("decode_attention")
-    assert len(compiled) == 2 and len(list(build.cache_folder().iterdir())) == 2
-
-
-def test_another_header_is_another_library(compiled, monkeypatch, tmp_path):
+def test_compiles_once_for_each_header_and_flags(compiled, monkeypatch, tmp_path):
     source = Path(build.__file__)
     for path in source.parent.glob("*.[ch]*"):
         shutil.copy(path, tmp_path)
     monkeypatch.setattr(build, "__file__", str(tmp_path / source.name))
-    for _ in range(2):
-        build.load("decode_attention")
+
+    def compilations():
+        """How many there were, once it was loaded by another process."""
         build._load.cache_clear()
-    assert len(compiled) == 1
+        assert isinstance(build.load("decode_attention"), ctypes.CDLL)
+        return len(compiled)
+
+    assert compilations() == compilations() == 1
     with open(tmp_path / "vectors.h", "a") as header:
         header.write("// changed\n")
-    build.load("decode_attention")
-    assert len(compiled) == 2
+    assert compilations() == 2
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
+    assert compilations() == 3
+    assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"] * 3
 
 
 def test_a_level_is_compiled_for_and_named(compiled, monkeypatch):

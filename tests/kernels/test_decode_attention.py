@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.stored import forget, place, without_last
 from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows, reference, supports
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -53,6 +54,14 @@ class Case(NamedTuple):
         )
         return output, pages
 
+    def check(self) -> None:
+        """That the kernel computes what the reference does, and writes nothing but the new entries."""
+        output, pages = self.run()
+        expected, expected_pages = self.expected()
+        tolerance = TOLERANCE[self.query.dtype]
+        torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(pages, expected_pages, atol=0, rtol=0, equal_nan=True)
+
     def one_by_one(self) -> tuple[Tensor, Tensor]:
         """The same as :meth:`run`, a call for each new token of a request."""
         pages, rows = self.pages.clone(), self.rows
@@ -87,25 +96,13 @@ def _case(dtype, page_size, head_dim, group, lengths=LENGTHS, layer=1, scale=Non
     """Random pages in random order, two layers, slots that are not in order; unwritten entries are NaN."""
     random = torch.Generator().manual_seed(seed)
     requests, heads = len(lengths), len(lengths[0])
-    slots = torch.randperm(requests + 2, generator=random)[:requests]
-    first = layer * heads
-    own = torch.zeros(requests + 2, 2 * heads, dtype=torch.int32)
-    own[slots, first : first + heads] = torch.tensor(lengths, dtype=torch.int32)
-    widths = -(-own // page_size)
-    starts = (widths.flatten().cumsum(0).view_as(widths) - widths).int()
-    count = int(widths.sum())
-    arena = torch.randperm(count, generator=random).int()
-    keys = torch.randn(count, head_dim, page_size, generator=random)
-    values = torch.randn(count, page_size, head_dim, generator=random)
-    for slot, mine in zip(slots.tolist(), lengths, strict=True):
-        for head, length in enumerate(mine):
-            last, stored = divmod(length - 1, page_size)
-            page = arena[starts[slot, first + head] + last]
-            keys[page, :, stored:] = values[page, stored:] = torch.nan
+    rows = place(lengths, page_size, random, layer)
+    keys = torch.randn(len(rows.arena), head_dim, page_size, generator=random)
+    values = torch.randn(len(rows.arena), page_size, head_dim, generator=random)
+    forget(rows, without_last(lengths), keys.mT, values)
     pages = torch.cat([keys.flatten(1), values.flatten(1)], 1).to(dtype)
     query = torch.randn(requests, heads * group, head_dim, generator=random).to(dtype)
     new = torch.randn(2, requests, heads, head_dim, generator=random).to(dtype)
-    rows = Rows(arena, starts, own, slots, first)
     return Case(pages, page_size, query, *new, rows, None, head_dim**-0.5 if scale is None else scale)
 
 
@@ -114,22 +111,13 @@ def _case(dtype, page_size, head_dim, group, lengths=LENGTHS, layer=1, scale=Non
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 15])
 def test_equals_the_reference(dtype, page_size, head_dim, group):
-    case = _case(dtype, page_size, head_dim, group)
-    output, pages = case.run()
-    expected, expected_pages = case.expected()
-    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    # Only the new entries were written.
-    torch.testing.assert_close(pages, expected_pages, atol=0, rtol=0, equal_nan=True)
+    _case(dtype, page_size, head_dim, group).check()
 
 
 def _check_shapes(dtype) -> None:
     """Shapes with full and half-filled pairs of blocks, on one and on several passes over the query heads."""
     for page_size, head_dim, group in ((32, 32, 1), (64, 96, 3), (32, 128, 7), (128, 256, 4)):
-        case = _case(dtype, page_size, head_dim, group)
-        output, pages = case.run()
-        expected, expected_pages = case.expected()
-        torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-        torch.testing.assert_close(pages, expected_pages, atol=0, rtol=0, equal_nan=True)
+        _case(dtype, page_size, head_dim, group).check()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -146,10 +134,7 @@ def test_every_level_equals_the_reference(level, dtype):
 def test_head_sizes_that_only_narrow_vectors_divide(lanes, dtype):
     assert supports(dtype, 32, 80) is (lanes <= 8)
     if lanes <= 8:
-        case = _case(dtype, 32, 80, 2)
-        assert torch.allclose(
-            case.run()[0].float(), case.expected()[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-        )
+        _case(dtype, 32, 80, 2).check()
 
 
 DRAFTED = ((2, 31), (40, 33), (64, 200), (2047, 2048), (2049, 4100), (2050, 7))
@@ -161,11 +146,7 @@ NEW_TOKENS = [2, 8, 1, 5, 3, 7]
 @pytest.mark.parametrize("head_dim", [32, 96, 128])
 @pytest.mark.parametrize("group", [1, 2, 3, 7])
 def test_several_new_tokens_equal_the_reference(dtype, head_dim, group):
-    case = _with_new_tokens(_case(dtype, 32, head_dim, group, DRAFTED), NEW_TOKENS)
-    output, pages = case.run()
-    expected, expected_pages = case.expected()
-    torch.testing.assert_close(output.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    torch.testing.assert_close(pages, expected_pages, atol=0, rtol=0, equal_nan=True)
+    _with_new_tokens(_case(dtype, 32, head_dim, group, DRAFTED), NEW_TOKENS).check()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

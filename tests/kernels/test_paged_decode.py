@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.stored import forget, place, without_last
 from vllm_kvevict.kernels import paged_decode
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.kernels.paged_decode import PagedDecode, reference
@@ -75,22 +76,14 @@ def _case(lengths, device, dtype=torch.float32, page_size=32, head_dim=64, group
     """
     random = torch.Generator().manual_seed(0)
     requests, heads = len(lengths), len(lengths[0])
-    slots = torch.randperm(requests + 2, generator=random)[:requests]
-    own = torch.zeros(requests + 2, 2 * heads, dtype=torch.int32)
-    own[slots, heads:] = torch.tensor(lengths, dtype=torch.int32)
-    widths = -(-own // page_size)
-    starts = (widths.flatten().cumsum(0).view_as(widths) - widths).int()
-    count = int(widths.sum())
-    arena = torch.randperm(count, generator=random).int()
-    pages = torch.randn(count, 2, page_size, head_dim, generator=random)
-    for slot, mine in zip(slots.tolist(), lengths, strict=True):
-        for head, length in enumerate(mine):
-            last, stored = divmod(length - 1, page_size)
-            pages[arena[starts[slot, heads + head] + last], :, stored:] = torch.nan
+    stored = place(lengths, page_size, random)
+    pages = torch.randn(len(stored.arena), 2, page_size, head_dim, generator=random)
+    forget(stored, without_last(lengths), *pages.unbind(1))
     query = torch.randn(requests, heads * group, head_dim, generator=random)
     new = torch.randn(2, requests, heads, head_dim, generator=random)
     data = (x.to(device, dtype) for x in (query, *new))
-    rows = Rows(*(x.to(device) for x in (arena, starts, own, slots)), first=heads)
+    tables = (stored.arena, stored.starts, stored.lengths, stored.request_slots)
+    rows = Rows(*(x.to(device) for x in tables), first=heads)
     return Case(pages.flatten(1).to(device, dtype), page_size, *data, rows, **more)
 
 

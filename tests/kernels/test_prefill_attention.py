@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.kernels.stored import forget, place
 from vllm_kvevict.kernels.decode_attention import Rows
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention, reference, supports
 
@@ -73,24 +74,12 @@ def _case(dtype, head_dim, heads, group, new_tokens, seed=0, **options) -> Case:
 def _behind(case: Case, prefixes: list[list[int]], page_size: int, seed: int = 0) -> Case:
     """The same behind prefixes of these lengths, by request and head; what is not written is NaN."""
     random = torch.Generator().manual_seed(seed)
-    requests, heads, head_dim = len(prefixes), len(prefixes[0]), case.query.shape[2]
-    slots = torch.randperm(requests + 2, generator=random)[:requests]
-    stored = torch.zeros(requests + 2, 2 * heads, dtype=torch.int32)
-    stored[slots, heads:] = torch.tensor(prefixes, dtype=torch.int32)
-    lengths = stored.clone()
-    lengths[slots] += case.new_tokens.unsqueeze(1)
-    widths = -(-lengths // page_size)
-    starts = (widths.flatten().cumsum(0).view_as(widths) - widths).int()
-    arena = torch.randperm(int(widths.sum()), generator=random).int()
-    keys = torch.randn(len(arena), head_dim, page_size, generator=random)
-    values = torch.randn(len(arena), page_size, head_dim, generator=random)
-    for slot, row in torch.cartesian_prod(slots, torch.arange(heads, 2 * heads)).tolist():
-        for number in range(int(widths[slot, row])):
-            page = arena[starts[slot, row] + number]
-            written = int(stored[slot, row]) - number * page_size
-            keys[page, :, max(written, 0) :] = values[page, max(written, 0) :] = torch.nan
+    pairs = zip(prefixes, case.new_tokens.tolist(), strict=True)
+    rows = place([[count + new for count in mine] for mine, new in pairs], page_size, random)
+    keys = torch.randn(len(rows.arena), case.query.shape[2], page_size, generator=random)
+    values = torch.randn(keys.mT.shape, generator=random)
+    forget(rows, prefixes, keys.mT, values)
     pages = torch.cat([keys.flatten(1), values.flatten(1)], 1).to(case.query.dtype)
-    rows = Rows(arena, starts, lengths, slots, heads)
     return case._replace(pages=pages, page_size=page_size, prefixes=rows)
 
 

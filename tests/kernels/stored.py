@@ -1,0 +1,40 @@
+"""Rows of requests in random pages, as kernels that attend are given them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_kvevict.kernels.decode_attention import Rows
+
+Lengths = Sequence[Sequence[int]]
+"""Of the requests' heads."""
+
+
+def place(lengths: Lengths, page_size: int, random: torch.Generator, layer: int = 1) -> Rows:
+    """Tables of rows of these lengths in one of two layers: pages in random order, slots that are not in order."""
+    requests, heads = len(lengths), len(lengths[0])
+    slots = torch.randperm(requests + 2, generator=random)[:requests]
+    first = layer * heads
+    own = torch.zeros(requests + 2, 2 * heads, dtype=torch.int32)
+    own[slots, first : first + heads] = torch.tensor(lengths, dtype=torch.int32)
+    widths = -(-own // page_size)
+    starts = (widths.flatten().cumsum(0).view_as(widths) - widths).int()
+    arena = torch.randperm(int(widths.sum()), generator=random).int()
+    return Rows(arena, starts, own, slots, first)
+
+
+def forget(rows: Rows, written: Lengths, *parts: Tensor) -> None:
+    """Make NaN of what is behind so many entries of each row, in parts of all pages, [pages, page_size, d] each."""
+    page_size = parts[0].shape[1]
+    for slot, of_request in zip(rows.request_slots.tolist(), written, strict=True):
+        for row, count in enumerate(of_request, rows.first):
+            for column in range(count // page_size, -(-int(rows.lengths[slot, row]) // page_size)):
+                page = rows.arena[rows.starts[slot, row] + column]
+                for part in parts:
+                    part[page, max(count - column * page_size, 0) :] = torch.nan
+
+
+def without_last(lengths: Lengths) -> Lengths:
+    """One entry fewer in each row."""
+    return [[length - 1 for length in of_request] for of_request in lengths]
