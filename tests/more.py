@@ -73,10 +73,9 @@ LOADS = {
     "engine/frontend/test_fuzz.py": r"test_requests_made\w+\[/v1/chat/completions-positive",
     "engine/scheduler/test_branching.py": SEEDS,
     "engine/scheduler/test_hostile_loads.py": r"test_crowds|test_servers_that_stood_still\[\d{3}",
-    "engine/scheduler/test_loads_with_turns.py": SEEDS,
+    "engine/scheduler/test_loads.py": rf"{SEEDS}|test_tight_loads\w+\[0",
     "engine/scheduler/test_reserve.py": "test_vllm_finds",
-    "engine/scheduler/test_scheduler.py": rf"{SEEDS}|test_tight_loads\w+\[0",
-    "engine/scheduler/test_shared_prefixes.py": rf"{SEEDS}|test_nobody_waits\w+\[2",
+    "engine/scheduler/test_shared_prefixes.py": r"test_nobody_waits\w+\[2",
     "engine/scheduler/test_step_work.py": r"test_who_waits\w+\[(?!kvzip)",
     "engine/scheduler/test_windows_beside.py": r"test_nobody\w+\[2",
 }

@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 
+from tests.engine.scheduler.test_loads import check_asked, tens, watched
 from tests.engine.scheduler.test_prefixes import check_end, document, finish, server, steps
-from tests.engine.scheduler.test_scheduler import tens
 from tests.engine.scheduler.test_shared_prefixes import served
 from tests.engine.support.chains import Watched, without_tails
-from tests.engine.support.loads import Load, play, repeated
+from tests.engine.support.loads import Load, repeated
 from tests.engine.support.loads_in_turns import CONVERSATIONS
-from tests.engine.support.servers import Setup, make_request, options_of
+from tests.engine.support.servers import Setup, flights, make_request
 from vllm_kvevict.engine.scheduler import scheduler
 from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
 from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
-
-FLIGHTS = [(1, False), (2, True), (3, False)]
-"""Steps in flight, and whether scheduling is asynchronous."""
 
 SAID = [document(number, 60 + 17 * number) for number in range(6)]
 """By both sides of a conversation in turn."""
@@ -56,11 +53,11 @@ def length(said: Sequence[list[int]]) -> int:
 # Who reads what.
 
 
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@flights
 @pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip"])
-def test_each_turn_reads_what_is_new(policy: str, depth: int, asynchronous: bool) -> None:
+def test_each_turn_reads_what_is_new(policy: str, flight: dict[str, Any]) -> None:
     """That is what the last answer and question have added; and it evicts that once."""
-    simulation = without_tails(chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}))
+    simulation = without_tails(chatting(options={"policy": policy}, **flight))
     for turns in range(2, 7):
         new = SAID[:2] if turns == 2 else SAID[turns - 2 : turns]
         assert served(simulation, turn(str(turns), SAID[:turns])) == length(new)
@@ -102,10 +99,9 @@ def test_a_branch_reads_what_comes_behind_it(what: str) -> None:
     check_end(simulation)
 
 
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@flights
 @pytest.mark.parametrize("what", BRANCHES)
-def test_of_two_at_once_one_reads_what_both_need(what: str, depth: int, asynchronous: bool) -> None:
-    flight = {"depth": depth, "asynchronous": asynchronous}
+def test_of_two_at_once_one_reads_what_both_need(what: str, flight: dict[str, Any]) -> None:
     simulation, (said, shared) = without_tails(chatting(**flight)), BRANCHES[what]
     assert served(simulation, turn("0", SAID), turn("1", said)) == length(SAID) + length(said[shared:])
     assert simulation.waited == ({"c:1"} if shared else set())
@@ -142,13 +138,15 @@ def test_who_asks_otherwise_shares_what_is_the_same(what: str) -> None:
 # What comes between.
 
 
+STAGES = {"shapes": [(2, 2), (1, 2)], "pages": [2000, 1000], "pipeline": True}
+
+
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@flights
 @pytest.mark.parametrize("policy", ["ada-snapkv", "lava", "kvzip"])
-def test_a_reset_at_any_step(policy: str, depth: int, asynchronous: bool, hard: bool) -> None:
+def test_a_reset_at_any_step(policy: str, flight: dict[str, Any], hard: bool) -> None:
     """What was read before it is never stored or begun with, as the simulated workers say."""
-    stages = {"shapes": [(2, 2), (1, 2)], "pages": [2000, 1000], "pipeline": True}
-    setup = chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}, **stages)
+    setup = chatting(options={"policy": policy}, **STAGES, **flight)
     for step in range(1, 26, 2):
         simulation = without_tails(setup)
         simulation.add(turn("0", SAID, 8))
@@ -162,12 +160,11 @@ def test_a_reset_at_any_step(policy: str, depth: int, asynchronous: bool, hard: 
         check_end(simulation)
 
 
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@flights
 @pytest.mark.parametrize("policy", ["ada-snapkv", "lava"])
-def test_the_reader_is_aborted_at_any_step(policy: str, depth: int, asynchronous: bool) -> None:
+def test_the_reader_is_aborted_at_any_step(policy: str, flight: dict[str, Any]) -> None:
     """Who waits goes on from what is stored, or reads what is missing once."""
-    stages = {"shapes": [(2, 2), (1, 2)], "pages": [2000, 1000], "pipeline": True}
-    setup = chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}, **stages)
+    setup = chatting(options={"policy": policy}, **STAGES, **flight)
     for step in range(1, 26, 2):
         simulation = without_tails(setup)
         for index in range(3):
@@ -231,23 +228,14 @@ def test_what_the_next_question_changes_goes_first() -> None:
 # Anything at once.
 
 
-def play_checked(load: Load, seed: int, repeats: bool = False) -> Watched:
-    simulation = play(load, seed, repeats, Watched)
+LOADS = {**CONVERSATIONS, "repeated": lambda seed: repeated(CONVERSATIONS["tight"](seed), seed)}
+
+
+def play_checked(load: Load, seed: int) -> Watched:
+    simulation = watched(load, seed)
     check_asked(load, simulation)
     check_end(simulation)
     return simulation
-
-
-def check_asked(load: Load, simulation: Watched) -> None:
-    """Everybody got an answer of the length asked for, and was evicted where it should be, once in an admission."""
-    options, evictions = options_of(load.setup), simulation.workers.evictions
-    assert len(set(evictions)) == len(evictions)
-    plans = {ask.name: options.plan(ask.prompt, ask.extra_args) for ask in load.asks}
-    for name, _, position in evictions:
-        assert position in {place for part in plans[name].parts for place in part.positions}
-    for ask in load.asks:
-        if ask.name not in load.aborted:
-            assert simulation.outputs[ask.name] == ask.output
 
 
 def check_much_happened(simulations: Sequence[Watched]) -> None:
@@ -267,20 +255,10 @@ def check_much_happened(simulations: Sequence[Watched]) -> None:
 
 
 @pytest.mark.parametrize("first", tens(60))
-@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("name", LOADS)
 def test_loads(name: str, first: int) -> None:
     seeds = range(first, first + 10)
-    check_much_happened([play_checked(CONVERSATIONS[name](seed), seed) for seed in seeds])
-
-
-@pytest.mark.parametrize("first", [pytest.param(first, marks=pytest.mark.long) for first in (0, 50)])
-def test_loads_that_are_repeated(first: int) -> None:
-    check_much_happened(
-        [
-            play_checked(repeated(CONVERSATIONS["tight"](seed), seed), seed, repeats=True)
-            for seed in range(first, first + 10)
-        ]
-    )
+    check_much_happened([play_checked(LOADS[name](seed), seed) for seed in seeds])
 
 
 # Controls: each of these makes a load fail.
@@ -362,4 +340,4 @@ def test_a_mistake_is_noticed(mutate: Callable[[Any], None], monkeypatch) -> Non
     mutate(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         for seed in range(10):
-            play(CONVERSATIONS["tight"](seed), seed, kind=Watched)
+            watched(CONVERSATIONS["tight"](seed), seed)

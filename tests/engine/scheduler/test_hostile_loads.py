@@ -3,7 +3,6 @@
 import dataclasses
 import random
 import re
-import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from tests.engine.support import hostile_loads
 from tests.engine.support.choices import Choices
-from tests.engine.support.hostile_loads import WINDOW, crowded, hostile, load_of, play, play_many, summary
+from tests.engine.support.hostile_loads import WINDOW, Outcome, crowded, load_of, play, play_many, summary
 from tests.engine.support.loads import Ask, Load
 from tests.engine.support.overtaking import MOST_OVERTAKEN
 from tests.engine.support.servers import Setup, capacities
@@ -27,10 +26,12 @@ from vllm_kvevict.schedules.registry import plan_of
 LAYERS, HEADS = 3, 4
 CROWDS_THAT_HUNG = (24, 56)
 RESETS_THAT_MATTER = (13, 18)
-STUCK_BEFORE = (67, 133, 137, 142, 281, 365)
-"""Servers that once stood still."""
-ANSWERS_THAT_FAILED = ((6, "resets"), (96, "drafts"))
-"""Servers of answers that are evicted which once stood still, or stopped."""
+STUCK_BEFORE: dict[int, tuple[str, ...]] = {
+    **dict.fromkeys((67, 133, 137, 142, 281, 365), ()),
+    6: ("answers", "streams", "resets"),
+    96: ("answers", "streams", "drafts"),
+}
+"""Servers that once stood still, or stopped, with their kinds."""
 
 
 # Choices.
@@ -148,45 +149,26 @@ def test_a_request_that_is_always_put_off_is_found(priority: bool, monkeypatch: 
 
 @pytest.mark.parametrize("seed", STUCK_BEFORE)
 def test_servers_that_stood_still(seed: int) -> None:
-    outcome = play(hostile(seed), seed)
-    assert not outcome.failure, f"--only {seed}: {outcome.failure}"
-
-
-@pytest.mark.parametrize(("seed", "kind"), ANSWERS_THAT_FAILED)
-def test_servers_of_answers_that_failed(seed: int, kind: str) -> None:
-    outcome = play(load_of(seed, ["answers", "streams", kind]), seed)
-    assert not outcome.failure, f"--answers --streams --{kind} --only {seed}: {outcome.failure}"
+    outcome = play(load_of(seed, STUCK_BEFORE[seed]), seed)
+    assert not outcome.failure, outcome.failure
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [(), ("drafts",), ("pauses",), ("drafts", "pauses"), ("resets",), ("drafts", "pauses", "resets")],
-    ids=" ".join,
-)
-def test_hostile_loads(kinds: tuple[str, ...]) -> None:
-    """5000 steps; `python -m tests.engine.support.hostile_loads` plays more."""
-    started = time.perf_counter()
-    outcomes = play_many(2000, steps=5000, servers=100, kinds=kinds)
-    assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
-
-
-@pytest.mark.parametrize(
-    "kinds",
+    "kinds, steps",
     [
-        ("streams",),
-        ("salts",),
-        ("adapters",),
-        ("layers",),
-        ("streams", "pauses", "resets", "salts", "adapters"),
-        ("streams", "pauses", "adapters", "layers"),
+        *(("", 5000), ("drafts", 5000), ("pauses", 5000), ("resets", 5000)),
+        *(("drafts pauses", 5000), ("drafts pauses resets", 5000)),
+        *(("streams", 1500), ("salts", 1500), ("adapters", 1500), ("layers", 1500)),
+        *(("streams pauses resets salts adapters", 1500), ("streams pauses adapters layers", 1500)),
     ],
-    ids=" ".join,
 )
-def test_hostile_loads_of_further_kinds(kinds: tuple[str, ...]) -> None:
-    """1500 steps of each; the command plays more."""
-    started = time.perf_counter()
-    outcomes = play_many(2000, steps=1500, servers=100, kinds=kinds)
-    assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
+def test_hostile_loads(kinds: str, steps: int) -> None:
+    """`python -m tests.engine.support.hostile_loads` plays more."""
+    check_none_failed(play_many(2000, steps=steps, servers=100, kinds=kinds.split()))
+
+
+def check_none_failed(outcomes: list[Outcome]) -> None:
+    assert not any(outcome.failure for outcome in outcomes), summary(outcomes, 0)
 
 
 def test_what_was_read_for_another_salt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,9 +189,7 @@ def test_what_was_read_for_another_salt_is_found(monkeypatch: pytest.MonkeyPatch
 
 def test_crowds() -> None:
     """60 servers, as many as hung in the one version of vLLM that goes on with who stands behind a prompt put off."""
-    started = time.perf_counter()
-    outcomes = play_many(0, steps=10**6, servers=60, crowd=True)
-    assert not any(outcome.failure for outcome in outcomes), summary(outcomes, time.perf_counter() - started)
+    check_none_failed(play_many(0, steps=10**6, servers=60, crowd=True))
 
 
 def test_pausing_for_a_prompt_that_vllm_cannot_admit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

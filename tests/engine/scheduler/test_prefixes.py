@@ -13,7 +13,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from tests.cache.writers import plain, writer
-from tests.engine.support.servers import PAGE, Setup, make_request, options_of
+from tests.engine.support.chains import check_exact
+from tests.engine.support.servers import PAGE, Setup, flights, make_request, options_of
 from tests.engine.support.simulation import Simulation
 from tests.registering import policy_with_both_defaults
 from vllm_kvevict.cache import PagedKVCache
@@ -67,18 +68,6 @@ def finish(simulation: Simulation) -> None:
     simulation.run(20_000)
 
 
-def check_exact(simulation: Simulation) -> None:
-    """Nothing is in flight: the ledger knows what every rank holds, and who borrows what."""
-    workers, ledger = simulation.workers, simulation.ledger
-    assert workers is not None
-    # What the next step's message will free is the workers' until then; what is not reported yet is a bound.
-    told = ledger.outbox.is_empty and set(workers.live) <= set(ledger.accounts)
-    if told and not ledger.awaits_reports:
-        assert [workers.held(rank) for rank in range(len(workers.ranks))] == ledger.books.held
-    for prefix in ledger.shared.compressed:
-        assert set(workers.borrowers(prefix.number)) & set(ledger.accounts) == prefix.borrowers
-
-
 def check_end(simulation: Simulation) -> None:
     """All that is left are cached prefixes; after a reset nothing is."""
     ledger, workers = simulation.ledger, simulation.workers
@@ -110,13 +99,10 @@ def check_end(simulation: Simulation) -> None:
 # One document, many questions.
 
 
-@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
+@flights
 @pytest.mark.parametrize("chunk", [128, 8192])
-def test_sixteen_questions_at_once_read_their_document_once(
-    depth: int, asynchronous: bool, chunk: int
-) -> None:
-    flight = {"depth": depth, "asynchronous": asynchronous, "max_num_batched_tokens": chunk}
-    simulation = Simulation(server(**flight))
+def test_sixteen_questions_at_once_read_their_document_once(flight: dict[str, Any], chunk: int) -> None:
+    simulation = Simulation(server(max_num_batched_tokens=chunk, **flight))
     for index in range(16):
         simulation.add(ask(f"d:{index}", document(0, 700), 5 + index, 20))
     finish(simulation)
@@ -419,15 +405,13 @@ def test_the_least_recently_used_goes_first() -> None:
 # Workers.
 
 
+def small_cache(pages: int, num_layers: int) -> PagedKVCache:
+    sizes = {"num_layers": num_layers, "num_kv_heads": 1, "page_size": PAGE, "max_requests": 4}
+    return PagedKVCache(torch.randn(pages, 2 * PAGE * 8), **sizes, write=writer(PAGE, plain, plain))
+
+
 def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
-    cache = PagedKVCache(
-        torch.randn(16, 2 * PAGE * 8),
-        num_layers=2,
-        num_kv_heads=1,
-        page_size=PAGE,
-        max_requests=4,
-        write=writer(PAGE, plain, plain),
-    )
+    cache = small_cache(pages=16, num_layers=2)
     for check in (True, False):
         prefixes, donor = CachedPrefixes(cache, check), cache.open()
         cache.extend([donor], [PAGE + 1])
@@ -448,14 +432,7 @@ def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
 
 def many_prefixes(count: int, pages: int) -> CachedPrefixes:
     """So many uncompressed prefixes of so many pages each, which a worker in check mode has made in one step."""
-    cache = PagedKVCache(
-        torch.randn(count * pages, 2 * PAGE * 8),
-        num_layers=1,
-        num_kv_heads=1,
-        page_size=PAGE,
-        max_requests=2,
-        write=writer(PAGE, plain, plain),
-    )
+    cache = small_cache(count * pages, num_layers=1)
     prefixes, donor = CachedPrefixes(cache, check=True), cache.open()
     cache.extend([donor], [count * pages * PAGE])
     prefixes.freeze(donor, [(number, pages) for number in range(count)])

@@ -10,20 +10,9 @@ from typing import Any
 import pytest
 
 from tests.engine.scheduler.test_prefixes import check_end, document, steps
-from tests.engine.scheduler.test_shared_prefixes import ask, served, server
-from tests.engine.support.servers import PAGE, Setup
+from tests.engine.scheduler.test_shared_prefixes import ask, fields_of, served, server
+from tests.engine.support.servers import PAGE, Setup, flights
 from tests.engine.support.simulation import Simulation
-
-FLIGHTS = [(1, False), (2, True), (3, False)]
-"""Steps in flight, and whether scheduling is asynchronous."""
-
-
-def fields_of(policy: str) -> dict[str, Any]:
-    return {"kv_eviction": policy, **({} if policy == "full" else {"kv_budget": 0.3})}
-
-
-def at_once(depth: int, asynchronous: bool, **changes: Any) -> Setup:
-    return server(depth=depth, asynchronous=asynchronous, **changes)
 
 
 def second_reads_all(simulation: Simulation, prompt: list[int], **fields: Any) -> None:
@@ -34,12 +23,12 @@ def second_reads_all(simulation: Simulation, prompt: list[int], **fields: Any) -
 
 
 @pytest.mark.parametrize("what", ["soft reset", "hard reset", "abort"])
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@flights
 @pytest.mark.parametrize("policy", ["full", "ada-snapkv", "lava", "kvzip", "take"])
-def test_a_prompt_that_is_being_read(policy: str, depth: int, asynchronous: bool, what: str) -> None:
+def test_a_prompt_that_is_being_read(policy: str, flight: dict[str, Any], what: str) -> None:
     """After any step: it is read by five, evicted, and then answered."""
     for step in range(1, 14):
-        simulation = Simulation(at_once(depth, asynchronous, max_num_batched_tokens=256))
+        simulation = Simulation(server(max_num_batched_tokens=256, **flight))
         prompt, fields = document(0, 1280), fields_of(policy)
         simulation.add(ask("reader", prompt, 8, **fields))
         steps(simulation, step)
@@ -55,12 +44,10 @@ def test_a_prompt_that_is_being_read(policy: str, depth: int, asynchronous: bool
         check_end(simulation)
 
 
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@flights
 @pytest.mark.parametrize("policy", ["full", "ada-snapkv", "kvzip"])
-def test_later_requests_read_what_was_read_before_the_reset(
-    policy: str, depth: int, asynchronous: bool
-) -> None:
-    simulation = Simulation(at_once(depth, asynchronous, max_num_batched_tokens=256))
+def test_later_requests_read_what_was_read_before_the_reset(policy: str, flight: dict[str, Any]) -> None:
+    simulation = Simulation(server(max_num_batched_tokens=256, **flight))
     prompt, fields = document(0, 1024 + PAGE), fields_of(policy)
     simulation.add(ask("reader", prompt, 8, **fields))
     steps(simulation, 2)
@@ -70,11 +57,11 @@ def test_later_requests_read_what_was_read_before_the_reset(
     second_reads_all(simulation, prompt, **fields)
 
 
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@flights
 @pytest.mark.parametrize("tokens", [20, 5 * PAGE + 20], ids=["no unit yet", "some units"])
-def test_an_answer_that_is_being_written(tokens: int, depth: int, asynchronous: bool) -> None:
+def test_an_answer_that_is_being_written(tokens: int, flight: dict[str, Any]) -> None:
     """When it ends it leaves what it has read and written; not after a reset, whatever of it was left before."""
-    simulation = Simulation(at_once(depth, asynchronous))
+    simulation = Simulation(server(**flight))
     request = ask("writer", document(0, tokens), 3 * PAGE, kv_eviction="full")
     simulation.add(request)
     steps(simulation, 6)
@@ -150,9 +137,9 @@ def short_of_memory() -> Setup:
     return Setup([(2, 2)], [4 * 24], max_model_len=1024, options=options)
 
 
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
-def test_limits_and_what_was_kept_go_when_all_that_run_are_preempted(depth: int, asynchronous: bool) -> None:
-    simulation = Simulation(replace(short_of_memory(), depth=depth, asynchronous=asynchronous))
+@flights
+def test_limits_and_what_was_kept_go_when_all_that_run_are_preempted(flight: dict[str, Any]) -> None:
+    simulation = Simulation(replace(short_of_memory(), **flight))
     request = ask("r", document(0, 256), 768)
     simulation.add(request)
     while not simulation.outputs["r"]:

@@ -6,117 +6,22 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.engine.support.loads import Load, mixed, play, repeated, staged, tight
-from tests.engine.support.servers import (
-    PAGE,
-    Setup,
-    capacities,
-    make_request,
-    make_scheduler,
-    options_of,
-)
+from tests.engine.support.servers import PAGE, Setup, capacities, flights, make_request, make_scheduler
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict import __version__
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.policies import cuts
-from vllm_kvevict.schedules.registry import schedule_of
-from vllm_kvevict.schedules.reports import Report
+from vllm_kvevict.schedules.reports import ExtraTokens, Report
 
 ROWS = 32
-ASYNCHRONOUS = {"depth": 2, "asynchronous": True}
-PIPELINED = {"depth": 3}
 
 
 def server(full_sequences: float = 4.0, **changes: Any) -> Setup:
     """One rank of 8 layers x 4 KV heads that holds so many whole sequences of 2048 + 256 tokens."""
     pages = int(full_sequences * ROWS * 2304 / PAGE)
     return Setup(**{"shapes": [(8, 4)], "pages": [pages], "max_model_len": 2304, **changes})
-
-
-def check_end(load: Load, simulation: Simulation) -> None:
-    """Every request got what it asked for, was evicted where it should, and left nothing behind."""
-    options = options_of(load.setup)
-    positions: dict[str, list[int]] = {}
-    for name, epoch, position in simulation.workers.evictions:
-        positions.setdefault(name, []).append(position)
-        assert 1 <= epoch <= simulation.preemptions[name] + 1
-    assert len(set(simulation.workers.evictions)) == len(simulation.workers.evictions)
-    for ask in load.asks:
-        plan = options.plan(ask.prompt, ask.extra_args)
-        of_parts = {position for part in plan.parts for position in part.positions}
-        assert set(positions.get(ask.name, ())) <= of_parts
-        if ask.name not in load.aborted:
-            assert simulation.outputs[ask.name] == ask.output
-            # Where more is to be done than read the prompt, one that ends with its first token is not evicted.
-            is_repeated = plan.prompt is not None and schedule_of(plan.prompt).repeats_prompt
-            late = (load.setup.pipeline or is_repeated) and ask.output == 1
-            assert plan.prompt is None or late or plan.evicted_at in positions[ask.name]
-    nothing = [0] * len(load.setup.shapes)
-    ledger = simulation.ledger
-    assert (ledger.books.used, ledger.books.promised) == (nothing, nothing) and ledger.requests.is_empty
-
-
-def tens(seeds: int) -> list[Any]:
-    """The first of each ten seeds; all but the first ten take their time."""
-    return [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(10, seeds, 10))]
-
-
-@pytest.mark.parametrize("first", tens(60))
-def test_mixed_loads(first: int) -> None:
-    work = ideal = steps = 0
-    for seed in range(first, first + 10):
-        load = mixed(seed)
-        simulation = play(load, seed)
-        check_end(load, simulation)
-        assert max(simulation.preemptions.values()) <= 4
-        assert simulation.prefilled <= 3 * load.ideal_work
-        work, ideal, steps = work + simulation.prefilled, ideal + load.ideal_work, steps + simulation.steps
-    assert steps > 2000
-    assert work <= 1.25 * ideal
-
-
-@pytest.mark.parametrize("first", tens(40))
-def test_decisions_across_stages(first: int, monkeypatch) -> None:
-    """Claims go up, answers come down, and no request goes on in between, however little room there is."""
-    rounds = 1
-    monkeypatch.setattr(cuts, "MOST_KEYS", 16)
-    for seed in range(first, first + 10):
-        load = staged(seed)
-        simulation = play(load, seed)
-        check_end(load, simulation)
-        assert max(simulation.preemptions.values()) <= 4
-        assert not simulation.ledger.outbox.answered
-        rounds = max(rounds, simulation.workers.most_rounds)
-    assert rounds >= 3
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", [0, 32, 64])
-def test_tight_loads_preempt_less_than_vllm_does(first: int) -> None:
-    """Outputs far beyond the reserve must preempt; still it happens less often than without eviction.
-
-    Seeds 35 and 69 have ranks that keep more of a replay than there was room to promise them.
-    """
-    ours, theirs, ideal = [], [], 0
-    for seed in range(first, first + 8):
-        load = tight(seed)
-        simulation = play(load, seed)
-        check_end(load, simulation)
-        # Who was preempted is expected to double its output, so the wrong guesses are at most logarithmic.
-        assert max(simulation.preemptions.values()) <= 5
-        stock = dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=None))
-        ours.append(simulation)
-        theirs.append(play(stock, seed))
-        ideal += load.ideal_work
-    assert preemptions(ours) < preemptions(theirs)
-    assert sum(s.steps for s in ours) < sum(s.steps for s in theirs)
-    assert sum(s.prefilled for s in ours) <= 2 * ideal
-
-
-def preemptions(simulations: list[Simulation]) -> int:
-    return sum(sum(simulation.preemptions.values()) for simulation in simulations)
 
 
 # The load that admission was designed for: 24 requests of 2048 tokens in and 256 out.
@@ -131,7 +36,7 @@ def reference(setup: Setup) -> Simulation:
     return simulation
 
 
-@pytest.mark.parametrize("flight", [{}, ASYNCHRONOUS, PIPELINED], ids=["depth 1", "async", "pipelined"])
+@flights
 @pytest.mark.parametrize("chunk", [512, 2048, 8192])
 @pytest.mark.parametrize("full_sequences", [4.0, 4 * 2048 / 2304], ids=["4 sequences", "4 prompts"])
 def test_three_times_as_many_run_at_once(full_sequences: float, chunk: int, flight: dict[str, Any]) -> None:
@@ -156,7 +61,7 @@ def test_half_the_ranks_memory_is_what_counts() -> None:
 
 
 def test_report_of_an_older_admission_is_dropped() -> None:
-    simulation = Simulation(server(**PIPELINED))
+    simulation = Simulation(server(depth=3))
     simulation.add(make_request("r", 2048, 16))
     simulation.step()
     simulation.scheduler.reset_prefix_cache(
@@ -391,6 +296,19 @@ def test_nobody_pauses_for_a_prompt_while_the_server_is_paused(state: PauseState
     simulation.run(300)
 
 
+def computed_beside(simulation: Simulation, most: int = 10**6) -> list[ExtraTokens]:
+    """Run to the end: what was computed beside prompts and answers, in steps of so many tokens at most."""
+    found = []
+    while simulation.scheduler.has_requests():
+        output = simulation.step()
+        assert output.total_num_scheduled_tokens <= most
+        extra = output.kv_connector_metadata.extra
+        found += [extra] if extra else []
+    while simulation.in_flight:
+        simulation.deliver()
+    return found
+
+
 # take.
 
 
@@ -401,38 +319,18 @@ def taking(**changes: Any) -> Setup:
     return server(**{"options": options, **changes})
 
 
-@pytest.mark.parametrize("flight", [{}, ASYNCHRONOUS, PIPELINED], ids=["depth 1", "async", "pipelined"])
+@flights
 @pytest.mark.parametrize("chunk", [100, 512, 700, 8192])
 def test_chunks_end_in_steps_of_their_own_with_a_probe(chunk: int, flight: dict[str, Any]) -> None:
     simulation = Simulation(taking(max_num_batched_tokens=chunk, **flight))
     for index in range(6):
         simulation.add(make_request(f"r{index}", 1900, 20))
-    probes = []
-    while simulation.scheduler.has_requests():
-        output = simulation.step()
-        extra = output.kv_connector_metadata.extra
-        assert output.total_num_scheduled_tokens <= chunk + 32
-        probes += [extra.request_id] if extra else []
-    while simulation.in_flight:
-        simulation.deliver()
-    assert sorted(probes) == sorted(3 * [f"r{index}" for index in range(6)])
+    probes = computed_beside(simulation, chunk + 32)
+    assert sorted(probe.request_id for probe in probes) == sorted(3 * [f"r{index}" for index in range(6)])
     positions = {position for _, _, position in simulation.workers.evictions}
     assert positions == {512, 1024, 1536, 1900}
     assert set(simulation.outputs.values()) == {20}
     assert simulation.ledger.books.used == simulation.ledger.books.promised == [0]
-
-
-@pytest.mark.parametrize("first", tens(30))
-def test_mixed_loads_in_chunks(first: int) -> None:
-    """Anything a server may meet, most of it read by take."""
-    for seed in range(first, first + 10):
-        load = mixed(seed)
-        params = {"take_chunk": 128, "take_probe": 16, "take_warmup_layers": 1}
-        options = {**(load.setup.options or {}), "policy": "take", "budget": 64, **params}
-        load = dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options))
-        simulation = play(load, seed)
-        check_end(load, simulation)
-        assert max(simulation.preemptions.values()) <= 4
 
 
 # kvzip.
@@ -444,7 +342,7 @@ def repeating(**changes: Any) -> Setup:
     return server(**{"options": {**options, **changes.pop("options", {})}, **changes})
 
 
-@pytest.mark.parametrize("flight", [{}, ASYNCHRONOUS, PIPELINED], ids=["depth 1", "async", "pipelined"])
+@flights
 @pytest.mark.parametrize("sees", ["all", "chunk"])
 def test_prompts_are_repeated_chunk_by_chunk_before_they_are_evicted(
     sees: str, flight: dict[str, Any]
@@ -453,14 +351,8 @@ def test_prompts_are_repeated_chunk_by_chunk_before_they_are_evicted(
     for index in range(6):
         simulation.add(make_request(f"r{index}", 500, 20))
     chunks: dict[str, list[tuple[int, int]]] = {}
-    while simulation.scheduler.has_requests():
-        output = simulation.step()
-        extra = output.kv_connector_metadata.extra
-        assert output.total_num_scheduled_tokens <= 300 + 128 + 8
-        if extra:
-            chunks.setdefault(extra.request_id, []).append((extra.start, extra.stop))
-    while simulation.in_flight:
-        simulation.deliver()
+    for extra in computed_beside(simulation, 300 + 128 + 8):
+        chunks.setdefault(extra.request_id, []).append((extra.start, extra.stop))
     assert chunks == {f"r{index}": [(0, 128), (128, 256), (256, 384), (384, 500)] for index in range(6)}
     assert sorted(simulation.workers.evictions) == [(f"r{index}", 1, 500) for index in range(6)]
     assert set(simulation.outputs.values()) == {20}
@@ -472,10 +364,7 @@ def test_chunks_shrink_where_a_request_has_no_room_for_more() -> None:
     """Rows stand behind the prompt, and no request may have more tokens than --max-model-len."""
     simulation = Simulation(repeating(max_model_len=2304))
     simulation.add(make_request("r", 2304 - 128 - 1 - 100, 4))
-    sizes = []
-    while simulation.scheduler.has_requests():
-        extra = simulation.step().kv_connector_metadata.extra
-        sizes += [extra.stop - extra.start] if extra else []
+    sizes = [extra.stop - extra.start for extra in computed_beside(simulation)]
     assert set(sizes[:-1]) == {100} and sum(sizes) == 2075
     assert simulation.outputs == {"r": 4}
 
@@ -502,21 +391,7 @@ def test_probes_and_repeats_take_turns() -> None:
     for index in range(4):
         simulation.add(make_request(f"p{index}", 1500, 4))
         simulation.add(make_request(f"r{index}", 1500, 4, {"kv_eviction": "kvzip"}))
-    kinds = ""
-    while simulation.scheduler.has_requests():
-        extra = simulation.step().kv_connector_metadata.extra
-        kinds += extra.request_id[0] if extra else ""
+    kinds = "".join(extra.request_id[0] for extra in computed_beside(simulation))
     assert kinds.count("p") == 4 * 5 and kinds.count("r") == 4 * 3
     first, last = kinds.index("r"), kinds.rindex("r")
     assert "pp" not in kinds[first:last] and "rr" not in kinds[first:last]
-
-
-@pytest.mark.parametrize("first", tens(20))
-@pytest.mark.parametrize("loads", [mixed, staged, tight])
-def test_mixed_loads_that_are_repeated(loads: Any, first: int) -> None:
-    """With each of twelve sets of parameters at least once."""
-    for seed in range(first, first + 10):
-        load = repeated(loads(seed), seed, budget=64, window=(0, 24)[seed // 2 % 2])
-        simulation = play(load, seed, repeats=True)
-        check_end(load, simulation)
-        assert max(simulation.preemptions.values()) <= 4

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.scheduler.test_prefixes import check_end, check_exact, document, steps
-from tests.engine.support.servers import PAGE, Setup, make_request
+from tests.engine.scheduler.test_prefixes import check_end, document, steps
+from tests.engine.support.chains import check_exact
+from tests.engine.support.servers import PAGE, Setup, flights, make_request
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.policies import available
 
@@ -30,6 +31,10 @@ def ask(
     return make_request(name, prompt, max_tokens, fields or None, salt=salt, priority=priority)
 
 
+def fields_of(policy: str) -> dict[str, Any]:
+    return {"kv_eviction": policy, **({} if policy == "full" else {"kv_budget": 0.3})}
+
+
 def served(simulation: Simulation, *requests: Any) -> int:
     """Run requests to their end; the tokens that were read of their prompts."""
     before = simulation.prefilled
@@ -48,7 +53,7 @@ WINDOW = 32
 def test_a_second_question_reads_what_is_its_own(policy: str) -> None:
     """The last page of a document that is asked again lies within the window of some policies."""
     simulation = Simulation(server())
-    fields = {"kv_eviction": policy, **({} if policy == "full" else {"kv_budget": 0.3})}
+    fields = fields_of(policy)
     first, second = document(0, 640), document(0, 600) + document(1, 5)
     assert served(simulation, ask("a", first, **fields)) == 640
     read = served(simulation, ask("b", second, **fields))
@@ -59,12 +64,12 @@ def test_a_second_question_reads_what_is_its_own(policy: str) -> None:
     check_end(simulation)
 
 
-@pytest.mark.parametrize("depth, asynchronous", [(1, False), (2, True), (3, False)])
+@flights
 @pytest.mark.parametrize("chunk", [128, 2048])
 @pytest.mark.parametrize("policy", ["full", "ada-snapkv", "lava", "kvzip"])
-def test_samples_of_one_prompt_read_it_once(policy: str, chunk: int, depth: int, asynchronous: bool) -> None:
-    simulation = Simulation(server(max_num_batched_tokens=chunk, depth=depth, asynchronous=asynchronous))
-    fields = {"kv_eviction": policy, **({} if policy == "full" else {"kv_budget": 0.3})}
+def test_samples_of_one_prompt_read_it_once(policy: str, chunk: int, flight: dict[str, Any]) -> None:
+    simulation = Simulation(server(max_num_batched_tokens=chunk, **flight))
+    fields = fields_of(policy)
     prompt = document(0, 1000)
     read = served(simulation, *(ask(f"s{index}", prompt, 20, **fields) for index in range(8)))
     assert read <= 1000 + 7 * (1000 - (1000 - WINDOW) // PAGE * PAGE)
@@ -75,7 +80,7 @@ def test_samples_of_one_prompt_read_it_once(policy: str, chunk: int, depth: int,
 def test_a_chat_reads_each_turn_once() -> None:
     for policy, again in (("full", 0), ("ada-snapkv", 1)):
         simulation, prompt, answer = Simulation(server()), document(0, 320), 64
-        fields = {"kv_eviction": policy, **({} if policy == "full" else {"kv_budget": 0.3})}
+        fields = fields_of(policy)
         for turn in range(5):
             request = ask(f"t{turn}", prompt, answer, **fields)
             read = served(simulation, request)
@@ -160,75 +165,3 @@ def test_nobody_waits_or_is_preempted_for_what_is_stored(depth: int, asynchronou
         assert sum(caching.preemptions.values()) <= sum(plain.preemptions.values()), seed
         stored += len(caching.ledger.shared.uncompressed.segments)
     assert stored
-
-
-def mixture(seed: int) -> Simulation:
-    """Prompts of few beginnings, of all policies, some with a prefix that is evicted on its own, in a small pool."""
-    choose = random.Random(seed)
-    shapes = [[(2, 2)], [(2, 2), (2, 2)], [(2, 2), (1, 2)]][seed % 3]
-    depth = choose.choice([1, 2, 3])
-    setup = server(
-        shapes=shapes,
-        pages=[shape[0] * shape[1] * choose.randint(60, 200) for shape in shapes],
-        pipeline=len(shapes) > 1 and seed % 3 == 2,
-        depth=depth,
-        asynchronous=depth == 2,
-        max_model_len=1024,
-        max_num_batched_tokens=choose.choice([96, 256, 1024]),
-        max_num_seqs=choose.choice([4, 16]),
-        priority=choose.random() < 0.3,
-    )
-    simulation = Simulation(setup, seed)
-    policies = [name for name in available() if name != "take" or seed % 2]
-    asked = choose.choice(["ada-snapkv", "streaming-llm", "h2o", "lava"])
-    for index in range(24):
-        number = choose.randrange(3)
-        text = document(number, choose.randint(40, 600))
-        fields: dict[str, Any] = {"kv_eviction": choose.choice(policies)}
-        if fields["kv_eviction"] != "full":
-            fields["kv_budget"] = choose.choice([0.2, 0.4, 128, 1.0])
-        if choose.random() < 0.5:  # asked as others do, so that it is found
-            text = document(number, 400 - 90 * number)
-            fields = {"kv_eviction": asked, "kv_budget": 0.2, "kv_prefix_len": len(text)}
-        prompt = text + document(100 + index, choose.randint(1, 90))
-        request = ask(f"m{index}", prompt, choose.choice([1, 9, 70]), priority=choose.randrange(3), **fields)
-        try:
-            simulation.add(request)
-        except ValueError:  # a policy that the stages cannot serve
-            continue
-        for _ in range(choose.randrange(4)):
-            step_checked(simulation)
-        if choose.random() < 0.15:
-            simulation.abort(choose.choice([f"m{number}" for number in range(index + 1)]))
-        if choose.random() < 0.05:
-            simulation.reset(hard=choose.random() < 0.5)
-    while simulation.scheduler.has_requests():
-        assert simulation.steps < 20_000
-        step_checked(simulation)
-    while simulation.in_flight:
-        simulation.deliver()
-    return simulation
-
-
-def step_checked(simulation: Simulation) -> None:
-    """A step, in which nobody is preempted while a prefix that nobody uses takes room."""
-    compressed = simulation.ledger.shared.compressed
-    while simulation.steps % 5 == 0 and simulation.in_flight:
-        simulation.deliver()
-    unused = {prefix.number for prefix in compressed.droppable() if not prefix.borrowers}
-    output = simulation.step()
-    if output.preempted_req_ids:
-        assert not unused & {prefix.number for prefix in compressed.droppable() if not prefix.borrowers}
-    if not simulation.in_flight:
-        check_exact(simulation)
-
-
-@pytest.mark.parametrize("first", range(0, 60, 10))
-def test_mixtures(first: int) -> None:
-    shares = hits = 0
-    for seed in range(first, first + 10):
-        simulation = mixture(seed)
-        check_end(simulation)
-        shares += simulation.workers.shares
-        hits += simulation.workers.hits
-    assert shares and hits > 20

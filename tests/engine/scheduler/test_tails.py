@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.engine.scheduler.test_branching import FLIGHTS, OTHER, SAID, chatting, ends, length, turn
+from tests.engine.scheduler.test_branching import OTHER, SAID, chatting, ends, length, turn
 from tests.engine.scheduler.test_prefixes import check_end, document, finish, steps
 from tests.engine.scheduler.test_shared_prefixes import served
 from tests.engine.support.chains import Watched
-from tests.engine.support.servers import PAGE, TOKEN, make_request
+from tests.engine.support.servers import PAGE, TOKEN, flights, make_request
 from vllm_kvevict.engine.scheduler.shared import tails
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.schedules import registry
@@ -31,6 +31,14 @@ def asked(name: str, texts: list[list[int]], output: int = ANSWER, **fields: Any
     return turn(name, texts, output, **{"kv_turns": ends(texts)[:-1:2], **fields})
 
 
+def after_turns(count: int, **changes: Any) -> Watched:
+    """A server that was asked for a conversation up to so many turns, one after the other."""
+    simulation = Watched(chatting(**changes))
+    for turns in range(1, count + 1):
+        served(simulation, asked(str(turns), said_until(turns)))
+    return simulation
+
+
 def window_of(simulation: Watched, request: Any) -> int:
     """Tokens before the last end of a turn that a request reads in any case."""
     part = simulation.ledger.options.plan(request.num_tokens, request.sampling_params.extra_args).parts[-1]
@@ -44,14 +52,11 @@ def whole_pages(tokens: int) -> int:
 # Who reads what.
 
 
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
+@flights
 @pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip", "knorm", "lava"])
-def test_a_turn_reads_no_more_than_what_chooses_and_its_question(
-    policy: str, depth: int, asynchronous: bool
-) -> None:
+def test_a_turn_reads_no_more_than_what_chooses_and_its_question(policy: str, flight: dict[str, Any]) -> None:
     """And the account is exact all along."""
-    simulation = Watched(chatting(depth=depth, asynchronous=asynchronous, options={"policy": policy}))
-    served(simulation, asked("1", said_until(1)))
+    simulation = after_turns(1, options={"policy": policy}, **flight)
     for turns in range(2, 7):
         request = asked(str(turns), said_until(turns))
         window = window_of(simulation, request)
@@ -73,10 +78,7 @@ def test_policies_that_sum_over_all_queries_read_the_whole_turn() -> None:
 
 def test_who_tries_again_takes_the_question() -> None:
     """Not its last token, which is read in any case, and of the answer nothing; then that goes on."""
-    simulation = Watched(chatting())
-    texts = said_until(3)
-    for turns in (1, 2, 3):
-        served(simulation, asked(str(turns), said_until(turns)))
+    simulation, texts = after_turns(3), said_until(3)
     cut = simulation.cut
     assert served(simulation, asked("again", texts)) == len(texts[-1]) - whole_pages(len(texts[-1]) - 1)
     assert simulation.cut == cut + 1 and len(simulation.ledger.shared.tails) == 1
@@ -86,10 +88,7 @@ def test_who_tries_again_takes_the_question() -> None:
 
 
 def test_of_two_at_once_one_takes_it_and_the_other_waits_for_the_turn() -> None:
-    simulation = Watched(chatting())
-    for turns in (1, 2, 3):
-        served(simulation, asked(str(turns), said_until(turns)))
-    texts = said_until(4)
+    simulation, texts = after_turns(3), said_until(4)
     first, second = asked("a", texts), asked("b", [*texts[:-1], OTHER])
     new, taken = len(SAID[2]) + ANSWER, simulation.workers.taken
     own = new - whole_pages(new - window_of(simulation, first))
@@ -98,14 +97,12 @@ def test_of_two_at_once_one_takes_it_and_the_other_waits_for_the_turn() -> None:
     check_end(simulation)
 
 
-@pytest.mark.parametrize("depth, asynchronous", FLIGHTS)
-def test_aborted_at_any_step(depth: int, asynchronous: bool) -> None:
+@flights
+def test_aborted_at_any_step(flight: dict[str, Any]) -> None:
     """What it has read by then is there for who asks again, unless a turn is just being evicted."""
     read = []
     for step in range(1, 30):
-        small = {"max_num_batched_tokens": 48, "depth": depth, "asynchronous": asynchronous}
-        simulation = Watched(chatting(**small))
-        served(simulation, asked("1", said_until(1)))
+        simulation = after_turns(1, max_num_batched_tokens=48, **flight)
         simulation.add(asked("2", said_until(2)))
         steps(simulation, step)
         simulation.abort("c:2")
@@ -121,9 +118,7 @@ def test_aborted_at_any_step(depth: int, asynchronous: bool) -> None:
 @pytest.mark.parametrize("what", ["salt", "adapter", "kv_budget", "kv_eviction"])
 def test_who_asks_otherwise_finds_none(what: str) -> None:
     otherwise: dict[str, Any] = {"salt": "s", "adapter": 1, "kv_budget": 0.5, "kv_eviction": "snapkv"}
-    simulation = Watched(chatting(adapters=2))
-    for turns in (1, 2):
-        served(simulation, asked(str(turns), said_until(turns)))
+    simulation = after_turns(2, adapters=2)
     texts, taken = said_until(2), simulation.workers.taken
     assert served(simulation, asked("3", texts, **{what: otherwise[what]})) == length(texts)
     assert simulation.workers.taken == taken
@@ -132,9 +127,7 @@ def test_who_asks_otherwise_finds_none(what: str) -> None:
 
 
 def test_a_reset_leaves_none_of_what_was_read_before() -> None:
-    simulation = Watched(chatting())
-    for turns in (1, 2):
-        served(simulation, asked(str(turns), said_until(turns)))
+    simulation = after_turns(2)
     simulation.add(asked("3", said_until(3)))
     steps(simulation, 4)
     simulation.reset()
@@ -164,9 +157,7 @@ def test_a_document_with_a_question_leaves_none() -> None:
 
 
 def test_who_goes_before_the_workers_hear_of_it_takes_none() -> None:
-    simulation = Watched(chatting())
-    for turns in (1, 2):
-        served(simulation, asked(str(turns), said_until(turns)))
+    simulation = after_turns(2)
     request = asked("3", said_until(2))
     ledger, held = simulation.ledger, list(simulation.ledger.books.held)
     found = ledger.get_computed_blocks(request)[1]
@@ -257,7 +248,7 @@ def leave_whatever_is_held(monkeypatch) -> None:
 
 
 def check_reads() -> None:
-    test_a_turn_reads_no_more_than_what_chooses_and_its_question("ada-snapkv", 1, False)
+    test_a_turn_reads_no_more_than_what_chooses_and_its_question("ada-snapkv", {})
 
 
 MISTAKES = {

@@ -16,6 +16,8 @@ from vllm_kvevict.engine.scheduler.terms import Need
 class Watched(Simulation):
     """After each step all sums over prefixes are made anew, and nobody holds more than was promised.
 
+    Nor is anybody preempted while a prefix that nobody uses takes room.
+
     Attributes:
         longest: entries of the longest chain that a request began with.
         begun: how often one began with three or more.
@@ -76,11 +78,20 @@ class Watched(Simulation):
         shared.make_room = made
 
     def step(self) -> SchedulerOutput:
+        unused = self._unused()
         output = super().step()
+        assert not output.preempted_req_ids or not unused & self._unused(), "a prefix should have gone first"
         self._look_at(output)
         check_sums(self)
         self._check_promises()
+        if not self.in_flight:
+            check_exact(self)
         return output
+
+    def _unused(self) -> set[int]:
+        """Prefixes that nobody uses and that may be dropped."""
+        droppable = self.ledger.shared.compressed.droppable()
+        return {prefix.number for prefix in droppable if not prefix.borrowers}
 
     def _look_at(self, output: SchedulerOutput) -> None:
         compressed = self.ledger.shared.compressed
@@ -124,6 +135,18 @@ def without_tails(setup: Setup) -> Watched:
     simulation = Watched(setup)
     simulation.ledger.shared.tails.part_from = lambda request, account, untold: None
     return simulation
+
+
+def check_exact(simulation: Simulation) -> None:
+    """Nothing is in flight: the ledger knows what every rank holds, and who borrows what."""
+    workers, ledger = simulation.workers, simulation.ledger
+    assert workers is not None
+    # What the next step's message will free is the workers' until then; what is not reported yet is a bound.
+    told = ledger.outbox.is_empty and set(workers.live) <= set(ledger.accounts)
+    if told and not ledger.awaits_reports:
+        assert [workers.held(rank) for rank in range(len(workers.ranks))] == ledger.books.held
+        for prefix in ledger.shared.compressed:
+            assert set(workers.borrowers(prefix.number)) == prefix.borrowers
 
 
 def plus(one: Sequence[int], other: Sequence[int]) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from vllm import envs
 from vllm.config import LoRAConfig, SpeculativeConfig, VllmConfig
@@ -44,6 +45,12 @@ from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.inputs import HeadDims
 
+flights = pytest.mark.parametrize(
+    "flight",
+    [{}, {"depth": 2, "asynchronous": True}, {"depth": 3}],
+    ids=["in_step", "ahead", "three_in_flight"],
+)
+"""Settings of a server that has a step in flight, or schedules ahead, or has more of them."""
 PAGE = 32
 HEAD_SIZE = 32
 DIMS = HeadDims(HEAD_SIZE, 1)
