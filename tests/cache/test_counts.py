@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,12 +72,3 @@ def test_some_rows_reach_the_bound(page_size: int, rows: int, pages: int, rest: 
     count = PageCount.most(sum(lengths), 0, rows, page_size)
     assert count.at(more) == pages_of([length + more for length in lengths], page_size)
     assert exceeds(PageCount(count.pages - 1, 0, rows, count.gains), lengths, more)
-
-
-@pytest.mark.parametrize(
-    "length, pages",
-    [(1, [1, 1, 1, 1, 2, 2]), (3, [1, 1, 2, 2, 2, 2]), (4, [1, 2, 2, 2, 2, 3])],
-)
-def test_a_row_takes_a_page_with_the_first_token_beyond_its_last(length: int, pages: list[int]) -> None:
-    count = PageCount.from_residues(1, length, residues_of([length], 4))
-    assert [count.at(length + more) for more in range(6)] == pages

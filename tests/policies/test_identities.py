@@ -16,7 +16,6 @@ from vllm_kvevict.policies import (
     parameters,
     select,
 )
-from vllm_kvevict.policies.attention import combine_rows, pool
 
 from . import reference_select
 from .layers import model_inputs, those_of
@@ -70,25 +69,6 @@ def test_limits_of_the_parameters(seed):
     assert all(head == layer[0] for layer in kept("tova", seed) for head in layer)
     assert kept("knorm", seed, skip_layers=LAYERS) == [[list(range(N))] * 3] * LAYERS
     assert kept("knorm", seed, skip_layers=2)[2:] == kept("knorm", seed)[2:]
-
-
-def test_what_recent_queries_look_at_counts_more():
-    attention = torch.zeros(1, 25, 4)
-    attention[0, 24, 0] = attention[0, 12, 1] = attention[0, 0, 2] = 0.8
-    torch.testing.assert_close(combine_rows(attention, "recent"), torch.tensor([[0.8, 0.4, 0.2, 0.0]]))
-
-
-def test_a_score_fades_with_the_distance():
-    scores = torch.zeros(2, 100)
-    scores[0, 50], scores[1, 2], scores[1, 97] = 1.0, 1.0, 0.5
-    found = pool(scores, "decay", None)
-    later, earlier = 0.95 ** torch.arange(32), 0.95 ** torch.arange(7, -1, -1)
-    wanted = torch.zeros(2, 100)
-    wanted[0, 50:82] = later
-    wanted[0, 43:51] = earlier
-    wanted[1, 2:34], wanted[1, :3] = later, earlier[-3:]
-    wanted[1, 97:], wanted[1, 90:98] = later[:3] / 2, earlier / 2
-    torch.testing.assert_close(found, wanted)
 
 
 @settings(max_examples=60)
