@@ -134,19 +134,6 @@ def test_what_is_read_is_what_was_stored_rounded_towards_zero(pages, stored):
     assert torch.equal(decoded(cache), rounded * SCALES.view(2, 1, 1, 1))
 
 
-def test_the_probe_refuses_a_writer_with_scales_or_an_order_without_strides(pages):
-    def scaled(storage, keys, values, entry_slots):
-        pages.write(storage, keys, values, entry_slots, SCALES)
-
-    def rotated(storage, keys, values, entry_slots):
-        rotation = (torch.arange(HEAD_DIM) + entry_slots[:, None] % PAGE_SIZE) % HEAD_DIM
-        pages.write(storage, keys.float().gather(1, rotation), values, entry_slots)
-
-    for write, why in ((scaled, "store each element once"), (rotated, "place of a key is not a sum")):
-        with pytest.raises(RuntimeError, match=why):
-            PageFormat.probe(write, PAGE_SIZE, HEAD_DIM, pages.dtype, "cpu")
-
-
 def test_a_compaction_moves_bytes(stored):
     assert compact(stored[0])[1]
 

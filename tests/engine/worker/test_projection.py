@@ -1,6 +1,5 @@
-"""Output projections are read where they are: no request leaves a copy behind, and new weights count at once."""
+"""Output projections are read where they are: no copy stays, and new weights count at once."""
 
-import gc
 import weakref
 
 import pytest
@@ -9,31 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from tests.engine.support.running import Ask, engine, evicting_engine, run
-from vllm_kvevict.engine.parameters import policy_config
+from tests.engine.support.running import evicting_engine
 from vllm_kvevict.engine.worker.runtime import get_runtime
-from vllm_kvevict.policies import available
 
 pytestmark = pytest.mark.engine
-READING = [policy for policy in available() if "w_o" in policy_config(policy, 0.2).needs]
-
-
-def tensor_bytes() -> int:
-    gc.collect()
-    return sum(x.nbytes for x in gc.get_objects() if isinstance(x, Tensor))
-
-
-def test_a_request_leaves_no_tensor_behind(models):
-    """First of all here: a process has one engine with eviction at a time, and the one below has unpacked weights."""
-    projections = 4 * 128 * 128 * 4
-    with engine(
-        models("llama"), additional_config={"kv_eviction": {"policy": "full", "min_prompt": 0}}
-    ) as llm:
-        run(llm, [Ask(300, "snapkv", 0.2)], recorded=False)
-        before = tensor_bytes()
-        run(llm, [Ask(300, policy, 0.2) for policy in READING], recorded=False)
-        run(llm, [Ask(20, "full")], recorded=False)  # the next step closes what finished
-        assert tensor_bytes() - before < projections // 4
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Times of kernels are kept, so that all starts and ranks of a machine choose the same kernels."""
 
+import dataclasses
 import multiprocessing
 import time
 from pathlib import Path
@@ -16,14 +17,6 @@ SHAPE = Shape(torch.float32, 32, 64, 1, 2, 512)
 
 def _never() -> Times:
     raise AssertionError("measured again")
-
-
-def test_what_was_measured_once_holds_for_later_starts(tmp_path):
-    file = tmp_path / "times.json"
-    assert kept(file, lambda: SLOWER) == SLOWER
-    assert kept(file, _never) == SLOWER
-    file.unlink()
-    assert kept(file, lambda: FASTER) == FASTER
 
 
 def _measure(file: Path, kernel: float, queue) -> None:
@@ -59,11 +52,21 @@ def test_of_ranks_that_start_together_one_measures_for_all(tmp_path, content):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b'{"kernel": 1.0}', b'{"kernel": "a", "op": 1.0}', b'{"kernel": 0.0, "op": 1.0}', b"\xff"],
+    [
+        None,
+        b"",
+        b"[]",
+        b'{"kernel": 1.0}',
+        b'{"kernel": "a", "op": 1.0}',
+        b'{"kernel": 0.0, "op": 1.0}',
+        b"\xff",
+    ],
 )
-def test_a_file_that_says_nothing_is_written_anew(tmp_path, content):
+def test_what_was_measured_once_holds_for_later_starts(tmp_path, content):
+    """A file that says nothing is written anew."""
     file = tmp_path / "times.json"
-    file.write_bytes(content)
+    if content is not None:
+        file.write_bytes(content)
     assert kept(file, lambda: FASTER) == FASTER
     assert kept(file, _never) == FASTER
 
@@ -87,15 +90,16 @@ def test_where_no_file_can_be_locked_the_times_are_kept_all_the_same(tmp_path, m
 
 def test_whatever_changes_the_times_has_a_file_of_its_own(monkeypatch):
     files = {times_file("prefill_attention", SHAPE), times_file("decode_attention", SHAPE)}
-    for other in (
-        Shape(torch.bfloat16, 32, 64, 1, 2, 512),
-        Shape(torch.float32, 16, 64, 1, 2, 512),
-        Shape(torch.float32, 32, 128, 1, 2, 512),
-        Shape(torch.float32, 32, 64, 2, 2, 512),
-        Shape(torch.float32, 32, 64, 1, 4, 512),
-        Shape(torch.float32, 32, 64, 1, 2, 1),
-    ):
-        files.add(times_file("prefill_attention", other))
+    changes = {
+        "page_size": 16,
+        "head_dim": 128,
+        "heads": 2,
+        "group": 4,
+        "new_tokens": 1,
+        "dtype": torch.bfloat16,
+    }
+    for name, value in changes.items():
+        files.add(times_file("prefill_attention", dataclasses.replace(SHAPE, **{name: value})))
     monkeypatch.setattr("vllm.__version__", "another")
     files.add(times_file("prefill_attention", SHAPE))
     monkeypatch.setattr("vllm_kvevict.machine.cpu_model", lambda: "another")
