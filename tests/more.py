@@ -26,13 +26,11 @@ INSTALLATIONS_AND_COMMANDS = {
     "vllms/test_vllms_outcomes.py": "test_two_real_runs",
 }
 PAGES_AND_QUALITY = {
-    "engine/served/test_fidelity_served.py": "test_scoring_a_prompt",
     "engine/served/test_inspect_layouts.py": ".",
     "engine/served/test_inspect_turns.py": "test_every_policy",
+    "engine/served/test_decisions.py": "test_a_real_model",
     "engine/served/test_lm_eval.py": ".",
-    "engine/served/test_quality.py": ".",
     "engine/served/test_quality_turns.py": ".",
-    "engine/served/test_real_model.py": ".",
     "inspection/test_browser.py": "test_a_prompt_of_32k|test_a_page_that_stalls",
     "quality/test_quality_run.py": "test_killed_runs",
 }
@@ -46,15 +44,14 @@ FAULTS_AND_SURROUNDINGS = {
 RUNNERS_AND_LAYOUTS = {
     "engine/served/test_answers.py": r"test_preempted_around_a_position\[ada",
     "engine/served/test_answers_anywhere.py": r"test_servers\[PP",
-    "engine/served/test_answers_shared.py": r"(?!test_two_answers\w+\[alone|test_what_is_never)",
-    "engine/served/test_cached_prefixes.py": r"test_hits\w+\[(chunks|PP)",
-    "engine/served/test_chains.py": r"test_hits\w+\[(chunks|PP|TP)|test_preempted\[(?!kvzip)",
+    "engine/served/test_answers_shared.py": r"(?!test_two_answers\w+\[alone)",
+    "engine/served/test_chains.py": r"test_preempted\[(?!kvzip)",
     "engine/served/test_chat_tails.py": r"test_a_turn\w+\[(whole|PP|TP)|test_all_turns",
-    "engine/served/test_exact_prefixes.py": r"test_hits\w+\[(chunks|PP)",
-    "engine/served/test_families.py": ".",
-    "engine/served/test_invariance.py": r"test_workers\[pipe|test_chunk_size\[64|test_replicated",
+    "engine/served/test_families.py": r"test_a_family\w+\[(starcoder2|falcon_h1|deepseek_v2)",
+    "engine/served/test_hits.py": r"test_hits\w+\[(chunks|PP|TP 2-turns)",
+    "engine/served/test_invariance.py": r"test_chunks\w+\[(PP|chunks of 64)|test_replicated",
     "engine/served/test_kvzip.py": r"test_in_a_tight_pool\[two|test_keeps\w+\[(two stages|alone-(?!all))"
-    r"|test_keeps_what_a_window|test_aborted\w+\[0",
+    r"|test_keeps\w+\[two tensor ranks-window|test_aborted\w+\[0",
     "engine/served/test_masked_model.py": r"test_every_policy\w+\[[14]\]|test_a_sliding_window\w+\[mistral",
     "engine/served/test_mixed_layers.py": r"test_memory_that_both|test_workers\[(gpt|\w+-pipe)",
     "engine/served/test_scoring_options.py": r"test_maxima\w+\[two",

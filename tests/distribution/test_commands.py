@@ -91,7 +91,7 @@ TABLE: dict[str, dict[str, Run | None]] = {
             "vllm serve MODEL --nnodes 2 --node-rank 0",
             "vllm serve MODEL --nnodes 2 --node-rank 1",
         ),
-        PARSED,  # tests/engine/served/test_ray.py runs those of Ray, with two addresses of one machine
+        PARSED,
     ),
     "CONFIGURATION.md": {
         "vllm bench serve": PARSED,

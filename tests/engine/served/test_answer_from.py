@@ -6,18 +6,13 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.support.answers import CLOSE, Rules
+from tests.engine.served import test_answers_anywhere as anywhere
+from tests.engine.support.masked import CLOSE
 from tests.engine.support.running import VOCAB, Ask, evicting_engine, run
 from vllm_kvevict.engine.config import KVEvictionError, Options
 
-RULES = Rules(20, 12, 8)
-SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 100}
-ASKS = [
-    Ask(70, max_tokens=60),
-    Ask(150, "ada-snapkv", 0.3, max_tokens=60, seed=1),
-    Ask(120, "lava", 0.3, prefix_len=90, max_tokens=60, seed=2),
-    Ask(64, max_tokens=60, decode_budget=30, seed=3),
-]
+RULES, ASKS = anywhere.RULES, anywhere.ASKS[:4]
+SMALL = {**anywhere.SMALL, "max_num_batched_tokens": 100}
 
 
 @pytest.fixture(scope="module")

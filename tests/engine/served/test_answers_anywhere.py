@@ -8,10 +8,18 @@ import torch
 from vllm import SamplingParams
 
 from tests.engine.served.test_speculation import NGRAM
-from tests.engine.support.answers import CLOSE, Rules, assert_same
-from tests.engine.support.hits_and_misses import metric
-from tests.engine.support.masked import masked_logits
-from tests.engine.support.running import Answer, Ask, evicting_engine, num_preemptions, run
+from tests.engine.support.answers import Rules
+from tests.engine.support.masked import CLOSE, expected_logits
+from tests.engine.support.running import (
+    Answer,
+    Ask,
+    assert_same,
+    evicting_engine,
+    metric,
+    num_preemptions,
+    run,
+    run_preempted,
+)
 from vllm_kvevict.schedules.reports import read_evictions
 
 RULES = Rules(20, 12, 8)
@@ -40,13 +48,11 @@ def expected(model):
     """All at once, in whole steps; the plain model says the same if it sees what was kept, and only then."""
     with evicting_engine(model, eviction=OPTIONS, **SMALL) as llm:
         answers = run(llm, ASKS, logits=True)
-    for index, (ask, answer) in enumerate(zip(ASKS, answers, strict=True)):
-        RULES.check_totals(ask, answer)
-        RULES.check_logits(model, ask, answer, PROMPT_POSITIONS.get(index, ()))
+    RULES.check(model, ASKS, answers, PROMPT_POSITIONS)
     assert [len(RULES.positions(ask)) for ask in ASKS] == [3, 3, 3, 2, 0, 2, 2, 0, 2, 2, 2]
     for ask, answer in ((ASKS[0], answers[0]), (ASKS[1], answers[1])):
         prompts, _ = RULES.split(ask, answer)
-        blind = masked_logits(model, ask.prompt, answer.tokens, prompts[0] if prompts else {}, ask.length)
+        blind = expected_logits(model, ask, dataclasses.replace(answer, kept=prompts))
         first = RULES.budget + RULES.interval
         torch.testing.assert_close(answer.logits[:first], blind[:first], **CLOSE)
         assert not torch.allclose(answer.logits[first + 1 :], blind[first + 1 :], **CLOSE)
@@ -69,7 +75,7 @@ def test_servers(model, expected, name: str, tmp_path) -> None:
         answers = run(llm, ASKS)
         assert num_preemptions(llm) == 0
         score(llm, ASKS[2], answers[2])
-    assert_same(ASKS, expected, answers)
+    assert_same(expected, answers)
     # A step may decide what is kept of the prefix, if stages do that together, and then evict the answer.
     told = [(eviction.policy, eviction.tokens) for eviction in read_evictions(log)]
     assert told[-4:] == [("lava", 90), *(("ada-snapkv", tokens) for tokens in RULES.positions(ASKS[2]))]
@@ -90,32 +96,23 @@ def test_ranks_that_share_a_kv_head(models) -> None:
         with evicting_engine(model, eviction=options, **SMALL, tensor_parallel_size=ranks) as llm:
             answers.append(run(llm, asks))
             assert metric(llm, "kv_eviction_evictions") == 7
-    assert_same(asks, *answers)
+    assert_same(*answers)
 
 
 @pytest.mark.engine
 def test_alone_and_preempted_in_small_steps(model, expected) -> None:
     """Each alone, thrown out between its evictions and read again in pieces that end at every one of them."""
-    settings = {**SMALL, "max_num_batched_tokens": 33}
+    settings, times = {**SMALL, "max_num_batched_tokens": 33}, list[int]()
     with evicting_engine(model, eviction=OPTIONS, **settings) as llm:
-        step = llm.llm_engine.step
         for ask, one in zip(ASKS, expected, strict=True):
-            told, before = [0], num_preemptions(llm)
-
-            def counting(told=told):
-                told[0] += 1
-                if told[0] in (28, 52):
-                    assert llm.reset_prefix_cache(reset_running_requests=True)
-                return step()
-
-            llm.llm_engine.step = counting
-            (answer,) = run(llm, [ask])
-            llm.llm_engine.step = step
-            assert num_preemptions(llm) - before == (1 if told[0] < 52 else 2)
+            before = num_preemptions(llm)
+            (answer,) = run_preempted(llm, [ask], 27, 51, recorded=True)
+            times.append(num_preemptions(llm) - before)
             assert answer.tokens == one.tokens, ask
             if evictions := RULES.positions(ask):
                 assert answer.kept[-1] == one.kept[-1]
                 assert len(answer.kept) > len(one.kept) or len(evictions) < 3
+    assert min(times) == 1 and max(times) == 2
 
 
 @pytest.mark.engine
@@ -126,10 +123,8 @@ def test_an_interval_of_one(model) -> None:
     for policy in ("ada-snapkv", "streaming-llm"):
         with evicting_engine(model, eviction=rules.options(policy), **SMALL) as llm:
             answers = run(llm, asks, logits=True)
-        for ask, answer in zip(asks, answers, strict=True):
-            assert len(rules.positions(ask)) == 5
-            rules.check_totals(ask, answer)
-            rules.check_logits(model, ask, answer)
+        assert [len(rules.positions(ask)) for ask in asks] == [5, 5]
+        rules.check(model, asks, answers)
 
 
 @pytest.mark.engine
@@ -138,7 +133,7 @@ def test_drafts(model, expected) -> None:
         answers = run(llm, ASKS)
         accepted = metric(llm, "spec_decode_num_accepted_tokens")
         assert accepted > 20 and metric(llm, "spec_decode_num_draft_tokens") - accepted > 20
-    assert_same(ASKS, expected, answers)
+    assert_same(expected, answers)
 
 
 @pytest.mark.engine
@@ -149,6 +144,4 @@ def test_models_of_which_some_layers_are_evicted(models, architecture: str) -> N
     asks = [dataclasses.replace(ask, adapter=None) for ask in ASKS[:2]]
     with evicting_engine(model, eviction=RULES.options("ada-snapkv"), **SMALL) as llm:
         answers = run(llm, asks, logits=True)
-    for ask, answer in zip(asks, answers, strict=True):
-        RULES.check_totals(ask, answer)
-        RULES.check_logits(model, ask, answer)
+    RULES.check(model, asks, answers)

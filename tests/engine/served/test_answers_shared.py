@@ -1,27 +1,29 @@
 """Answers that are evicted beside shared KV, adapters, and on the pages of a GPU."""
 
-import contextlib
 import dataclasses
-import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from tests.engine.served.test_lora import LORA, adapters  # noqa: F401
-from tests.engine.support.answers import CLOSE, Rules, assert_same
+from tests.engine.served.test_answers_anywhere import RULES, SMALL
+from tests.engine.support.answers import Rules
+from tests.engine.support.conversations import questions
 from tests.engine.support.emulated import emulated_gpu
-from tests.engine.support.hits_and_misses import Question, metric
-from tests.engine.support.masked import masked_logits
-from tests.engine.support.running import Ask, evicting_engine, num_preemptions, run
+from tests.engine.support.masked import CLOSE, masked_logits
+from tests.engine.support.running import (
+    Ask,
+    assert_same,
+    evicting_engine,
+    metric,
+    num_preemptions,
+    run,
+    run_preempted,
+)
 from vllm_kvevict.engine.worker.attention import RaggedImpl
 from vllm_kvevict.engine.worker.runtime import Runtime, get_runtime
 
-RULES = Rules(20, 12, 8)
-SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 512}
 OPTIONS = RULES.options("ada-snapkv")
 CACHING = {"enable_prefix_caching": True}
 
@@ -35,41 +37,16 @@ def model(models):
 @pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}], ids=["alone", "TP 2"])
 def test_two_answers_behind_one_compressed_prefix(model, sizes: dict[str, int]) -> None:
     """What a borrower decodes is its own, and the prefix stays as it was for the next one."""
-    asks = [
-        Question(length, "ada-snapkv", 0.3, 100, 60, 0, i) for i, length in enumerate((120, 131, 101, 120))
-    ]
+    asks = questions("ada-snapkv", 0, (120, 131, 101, 120), 100, prefix_len=100, max_tokens=60)
     with evicting_engine(model, eviction=OPTIONS, **SMALL) as llm:
         expected = [run(llm, [ask], logits=True)[0] for ask in asks]
-    for ask, answer in zip(asks, expected, strict=True):
-        RULES.check_totals(ask, answer)
-        RULES.check_logits(model, ask, answer)
+    RULES.check(model, asks, expected)
     with evicting_engine(model, eviction=OPTIONS, **SMALL, **CACHING, **sizes) as llm:
-        for again in (False, True):
-            for ask, one, other in zip(asks, expected, run(llm, asks, logits=True), strict=True):
-                assert one.tokens == other.tokens, (ask, again)
-                torch.testing.assert_close(one.logits, other.logits, **CLOSE)
+        for _ in range(2):
+            assert_same(expected, run(llm, asks, logits=True), kept=False)
         assert metric(llm, "kv_eviction_cached_entries") == 1
         assert metric(llm, "prefix_cache_hits") == 7 * 100
         assert num_preemptions(llm) == 0
-
-
-@contextlib.contextmanager
-def preempted_after(llm, steps: int, reset: bool = False) -> Iterator[None]:
-    """The one request that runs is preempted after so many steps, and the cache reset if asked."""
-    engine, left = llm.llm_engine, itertools.count(steps, -1)
-    step = engine.step
-
-    def preempting():
-        if next(left) == 1:
-            scheduler = engine.engine_core.engine_core.scheduler
-            (request,) = scheduler.running
-            scheduler.running.remove(request)
-            scheduler._preempt_request(request, 0.0)
-            assert not reset or scheduler.reset_prefix_cache()
-        return step()
-
-    with mock.patch.object(engine, "step", preempting):
-        yield
 
 
 @pytest.mark.engine
@@ -79,14 +56,17 @@ def test_answers_behind_uncompressed_prefixes(model) -> None:
     short = dataclasses.replace(evicted, max_tokens=RULES.budget + RULES.interval)
     with evicting_engine(model, eviction=OPTIONS, **SMALL) as llm:
         expected = [run(llm, [ask], logits=True)[0] for ask in (kept, evicted)]
-    RULES.check_logits(model, evicted, expected[1])
+    RULES.check(model, [evicted], expected[1:])
     assert expected[0].tokens != expected[1].tokens
 
     def found(llm, tokens: list[int]) -> int:
         """Tokens that a request which is kept whole finds."""
         before = metric(llm, "prefix_cache_hits")
-        ask = SimpleNamespace(request={"prompt_token_ids": tokens})
-        llm.generate([ask.request], Ask(1, max_tokens=1, decode_budget=0).sampling(False), use_tqdm=False)
+        llm.generate(
+            [{"prompt_token_ids": tokens}],
+            Ask(1, max_tokens=1, decode_budget=0).sampling(False),
+            use_tqdm=False,
+        )
         return metric(llm, "prefix_cache_hits") - before
 
     with evicting_engine(model, eviction=OPTIONS, **SMALL, **CACHING) as llm:
@@ -101,37 +81,18 @@ def test_answers_behind_uncompressed_prefixes(model) -> None:
         assert found(llm, kept.prompt + answer.tokens) == 384
         # Of an answer that was never evicted others find all that is in whole blocks, and begin with the prompt alone.
         before = metric(llm, "prefix_cache_hits")
-        with preempted_after(llm, 100):
-            (replayed,) = run(llm, [evicted], logits=True)
+        (replayed,) = run_preempted(llm, [evicted], 99, resets=False, logits=True)
         assert num_preemptions(llm) == 1 and metric(llm, "prefix_cache_hits") > before
         assert replayed.tokens == expected[1].tokens
         torch.testing.assert_close(replayed.logits, expected[1].logits, **CLOSE)
         # What a replay reads when nothing is cached any more is left once it is read, evictions later.
-        with preempted_after(llm, 100, reset=True):
-            (replayed,) = run(llm, [evicted], logits=True)
+        (replayed,) = run_preempted(llm, [evicted], 99, logits=True)
         torch.testing.assert_close(replayed.logits, expected[1].logits, **CLOSE)
         assert found(llm, evicted.prompt + replayed.tokens) == 256
         (again,) = run(llm, [evicted], logits=True)
         torch.testing.assert_close(again.logits, expected[1].logits, **CLOSE)
         (answer,) = run(llm, [short])
         assert answer.tokens == expected[1].tokens[: short.max_tokens] and not answer.kept
-
-
-@pytest.mark.engine
-def test_what_is_never_evicted_has_the_logits_of_a_server_without_the_flag(model) -> None:
-    """To the last bit, beside answers that are evicted."""
-    asks = [Ask(70, max_tokens=32), Ask(150, "ada-snapkv", 0.3, max_tokens=32, seed=1)]
-    asks += [Ask(60, max_tokens=50, decode_budget=0, seed=2)]
-    with evicting_engine(model, **SMALL) as llm:
-        plain = [dataclasses.replace(ask, decode_budget=None) for ask in asks]
-        expected = run(llm, plain, logits=True)
-    with evicting_engine(model, eviction=OPTIONS, **SMALL) as llm:
-        answers = run(llm, asks, logits=True)
-        beside = run(llm, [*asks, Ask(70, max_tokens=60, seed=3)])
-    assert_same(asks, expected, answers)
-    assert_same(asks, expected, beside[:3])
-    assert all(torch.equal(one.logits, other.logits) for one, other in zip(expected, answers, strict=True))
-    assert beside[3].kept
 
 
 GPU = Rules(12, 6, 4)
@@ -179,14 +140,12 @@ def test_on_the_pages_of_a_gpu_as_a_graph_replays_them(models, monkeypatch) -> N
     with emulated_gpu(), evicting_engine(model, eviction=options, **settings) as llm:
         answers = run(llm, asks, logits=True)
     monkeypatch.undo()
-    for ask, answer in zip(asks, answers, strict=True):
-        GPU.check_totals(ask, answer)
-        GPU.check_logits(model, ask, answer)
+    GPU.check(model, asks, answers)
     assert {1, 2} <= set(replayed) and len(places) == 1
     # No step that decodes alone leaves the graphs for the position of an answer.
     decodes = [was for scheduled, was in reads if set(scheduled.values()) == {1}]
     assert len(decodes) > 40 and not any(decodes)
     with evicting_engine(model, eviction=options, **settings) as llm:
-        assert_same(asks, run(llm, asks), answers)
-    blind = masked_logits(model, asks[0].prompt, answers[0].tokens, {}, asks[0].length)
+        assert_same(run(llm, asks), answers)
+    blind = masked_logits(model, asks[0].prompt, answers[0].tokens)
     assert not torch.allclose(answers[0].logits, blind, **CLOSE)

@@ -1,23 +1,22 @@
 """The engine keeps what the policies keep when they are given the tensors of the model as Hugging Face defines it."""
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from tests.engine.support.masked import layer_inputs
+import pytest
+from transformers import AutoTokenizer
+
+from tests.engine.support.masked import check_logits, layer_inputs
 from tests.engine.support.running import Answer, Ask, evicting_engine, plain_prompts, run
-from vllm_kvevict.policies import (
-    EvictionConfig,
-    LayerInputs,
-    LayerScores,
-    available,
-    needs,
-    score_layer,
-    select,
-)
+from tests.real_model import real_model
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, needs, score_layer, select
+from vllm_kvevict.quality import texts
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 EVICTING = [policy for policy in available() if policy != "full"]
-
-
 UNDOING = [policy for policy in EVICTING if "rotary" in needs(policy)]
+LENGTH, PREFIX = 300, 280
+QUESTION = "\n\nQuestion: In one sentence, what is the text above about?\nAnswer:"
 
 
 @pytest.mark.engine
@@ -33,27 +32,54 @@ def test_other_rotary_embeddings_are_undone(models):
     check(models("glm4", layers=3), UNDOING)
 
 
-def check(model, policies):
+@pytest.mark.engine
+def test_a_real_model_and_real_prose():
+    """Random models have attention that looks at everything alike. Here a few tokens take most of it, as in use."""
+    tokenizer = AutoTokenizer.from_pretrained(real_model())
+    question = tokenizer(QUESTION)["input_ids"]
+    prose = tokenizer(" ".join(texts.sentences()[:100]))["input_ids"]
+    check(real_model(), EVICTING, prose[: LENGTH - len(question)] + question)
+
+
+def check(model, policies, tokens=()):
     asks = [
-        Ask(300, policy, 0.2, prefix_len=280 if seed % 2 else None) for seed, policy in enumerate(policies)
+        Ask(LENGTH, policy, 0.2, PREFIX if seed % 2 else None, max_tokens=2, tokens=tokens)
+        for seed, policy in enumerate(policies)
     ]
     with evicting_engine(model, max_model_len=1024, max_num_batched_tokens=100) as llm:
         answers, prompts = run(llm, asks), plain_prompts(llm)
-    inputs = {n: layer_inputs(model, asks[0].prompt[:n], prompts) for n in (280, 300)}
-    for ask, answer in zip(asks, answers, strict=True):
-        config = EvictionConfig(ask.policy, keep_ratio=ask.budget)
-        check_kept(config, inputs[ask.prefix_len or ask.length], answer)
+    inputs = {
+        n: layer_inputs(model, asks[0].prompt[:n], prompts.behind(asks[0].prompt[:n]))
+        for n in (PREFIX, LENGTH)
+    }
+    for place, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
+        config = ask.config()
+        check_kept(config, inputs[ask.evicted_to], answer)
+        if tokens:  # the control: another policy keeps something else
+            with pytest.raises(AssertionError):
+                check_kept(config, inputs[ask.evicted_to], answers[place - 2])
+
+
+def check_evicted(
+    model: Path,
+    ask: Ask,
+    answer: Answer,
+    prompts: RepeatPrompts,
+    sees: str = "all",
+    chunk: int | None = None,
+    **params: Any,
+) -> None:
+    """What was kept is what the policy decides from the model's tensors; the logits are of one that sees that."""
+    prompt = ask.prompt[: ask.evicted_to]
+    inputs = layer_inputs(model, prompt, prompts.behind(prompt), chunk=chunk, sees=sees)
+    check_kept(ask.config(**params), inputs, answer)
+    check_logits(model, ask, answer)
 
 
 def check_kept(config: EvictionConfig, inputs: list[LayerInputs], answer: Answer) -> None:
     """What a request kept is what a configuration makes of a model's tensors, up to entries at the cut."""
     scores = [score_layer(config, x, i, len(inputs)) for i, x in enumerate(inputs)]
-    check_choice(config, scores, inputs[0].num_tokens, answer)
-
-
-def check_choice(config: EvictionConfig, scores: list[LayerScores], n: int, answer: Answer) -> None:
-    """What a request kept is what a configuration chooses by these scores, up to entries at the cut."""
-    expected = select(config, scores, n)
+    expected = select(config, scores, inputs[0].num_tokens)
     for layer, heads in enumerate(expected):
         kept = answer.kept[0][layer]
         assert [len(head) for head in kept] == [len(head) for head in heads], (config, layer)

@@ -22,11 +22,6 @@ from vllm_kvevict.engine.worker.runtime import get_runtime
 POLICIES = ("snapkv", "ada-snapkv", "lava", "cake", "ada-criticalkv", "streaming-llm", "h2o")
 
 
-def _check_all(model, asks, answers):
-    for ask, answer in zip(asks, answers, strict=True):
-        check(model, ask, answer, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.engine
 def test_policies(models):
     model = models("llama", layers=2)
@@ -35,7 +30,7 @@ def test_policies(models):
     asks.append(Ask(33, "full", max_tokens=2))
     with emulated_gpu(), evicting_engine(model) as llm:
         answers = run(llm, asks, logits=True)
-    _check_all(model, asks, answers)
+    check(model, asks, answers)
 
 
 @pytest.mark.engine
@@ -55,7 +50,7 @@ def test_chunks_small_pages_and_preemption_by_paged_attention_alone(models):
     ):
         answers = run(llm, asks, logits=True)
         assert num_preemptions(llm) > 0
-    _check_all(model, asks, answers)
+    check(model, asks, answers)
 
 
 @pytest.mark.engine
@@ -69,7 +64,7 @@ def test_layers_with_windows_beside_ours(models, architecture):
         kernels = llm.collective_rpc(_has_decode_kernel)
         answers = run(llm, asks, logits=True)
     assert kernels == [architecture != "gpt_oss"]
-    _check_all(model, asks, answers)
+    check(model, asks, answers)
 
 
 def _has_decode_kernel(worker):

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
@@ -42,12 +41,8 @@ def server(models, tmp_path, request) -> Iterator[Server]:
         yield server
 
 
-@dataclass(frozen=True)
-class Heard:
-    """What a client heard in the end: how it finished ("length", "abort"), "error", "cut" or "silence"; when."""
-
-    what: str
-    seconds: float
+Heard = tuple[str, float]
+"""How a client's answer ended ("length", "abort"), or "error", "cut" or "silence"; and when."""
 
 
 def listen(client: httpx.Client, model: str, index: int, begun: Event) -> Heard:
@@ -66,7 +61,7 @@ def listen(client: httpx.Client, model: str, index: int, begun: Event) -> Heard:
         what = "silence"
     except httpx.TransportError:  # the connection was refused or cut
         what = "error"
-    return Heard(what, time.monotonic())
+    return what, time.monotonic()
 
 
 def how_it_ends(event: dict[str, Any]) -> str | None:
@@ -101,9 +96,9 @@ def assert_over(
     server: Server, family: list[psutil.Process], heard: list[Future[Heard]], since: float, *ends: str
 ) -> None:
     """Every client heard one of these ends in time, no process is left, and nobody listens at the port."""
-    outcomes = [future.result(2 * PATIENCE) for future in heard]
-    assert {outcome.what for outcome in outcomes} <= set(ends)
-    assert max(outcome.seconds for outcome in outcomes) - since < PATIENCE
+    whats, seconds = zip(*(future.result(2 * PATIENCE) for future in heard), strict=True)
+    assert set(whats) <= set(ends)
+    assert max(seconds) - since < PATIENCE
     server.process.wait(PATIENCE)
     _, alive = psutil.wait_procs(family, timeout=PATIENCE)
     assert alive == []
@@ -152,15 +147,8 @@ def test_answers_outgrow_the_pool(server):
         # One HTTP request, so that all are in the engine at once however slow the machine is.
         together = complete(client, prompts, 400).choices
         assert [answer.index for answer in together] == list(range(len(prompts)))
-        assert preemptions(server) > 0
+        assert server.snapshot().preemptions > 0
         for index in (0, 4, 9):  # the youngest was preempted if anyone was
             assert text_of(client, prompts[index], 400) == together[index].text
     assert eventually(lambda: idle(server))
     assert "Traceback" not in server.log
-
-
-def preemptions(server: Server) -> float:
-    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
-    return sum(
-        float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_preemptions_total")
-    )

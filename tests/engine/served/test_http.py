@@ -5,19 +5,15 @@ import itertools
 import httpx
 import pytest
 
-from tests.engine.support.clients import (
-    complete,
-    eventually,
-    idle,
-    text_of,
-    words,
-)
+from tests.engine.support.clients import complete, eventually, idle, text_of, words
 from tests.engine.support.serving import ForkedServer, log_evictions
 
 pytestmark = pytest.mark.engine
 
 ROWS = 4 * 2  # layers x KV heads of the model
 PAGE = 32
+BUDGET, INTERVAL = 48, 32
+"""Of answers."""
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +22,7 @@ def server(models, tmp_path_factory):
     flags += ["--kv-eviction-config.policies", "all", "--max-logprobs", "-1"]
     flags += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
     flags += ["--num-gpu-blocks-override", "20", "--enable-prompt-tokens-details"]
+    flags += ["--kv-decode-budget", str(BUDGET), "--kv-eviction-config.decode_interval", str(INTERVAL)]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_KVEVICT_CHECK": "1"}
     log = tmp_path_factory.mktemp("server") / "log"
     with ForkedServer(models("llama"), log, *flags, *log_evictions(log), env=env) as server:
@@ -38,8 +35,8 @@ def server(models, tmp_path_factory):
 def gauges_of_one_request(server, client):
     """What the gauges show while one long answer is read, or None if nobody looked before it ended: machines may be so
     busy that a client sees an answer of seconds at once."""
-    assert eventually(lambda: 'cached_pages{rank="0"}' in server.metrics() and idle(server))
-    fields = {"kv_eviction": "streaming-llm", "kv_budget": 60}
+    assert eventually(lambda: idle(server))
+    fields = {"kv_eviction": "streaming-llm", "kv_budget": 60, "kv_decode_budget": 0}
     with complete(client, words(300), fields=fields, max_tokens=1500, stream=True) as stream:
         for _ in itertools.islice(stream, 5):
             pass
@@ -68,6 +65,23 @@ def test_a_client_that_goes_away_during_prefill_and_decode(server, client):
                 pass
             stream.close()
         assert eventually(lambda: idle(server))
+
+
+def test_long_answers(server, client):
+    """Evicted as often as their length says; the same as a whole one up to the first time, and not always after it."""
+    before, length, same = server.snapshot().answer_evictions, 200, BUDGET + INTERVAL
+    whole, short = (
+        text_of(client, words(100), tokens, {"kv_eviction": "full", "kv_decode_budget": budget}).split()
+        for tokens, budget in ((length, 0), (same, BUDGET))
+    )
+    assert server.snapshot().answer_evictions == before
+    evicted = text_of(client, words(100), length, {"kv_eviction": "full"}).split()
+    # The last token of an answer is not stored.
+    times = (length - 1 - BUDGET) // INTERVAL
+    assert eventually(lambda: server.snapshot().answer_evictions == before + times)
+    assert len(whole) == len(evicted) == length and len(short) == same
+    assert evicted[:same] == whole[:same] == short and evicted != whole
+    assert eventually(lambda: idle(server))
 
 
 # Settings of single requests.
@@ -141,11 +155,15 @@ def test_parameters_of_requests_have_no_series_of_their_own(server, client):
 # Together with vLLM's other features.
 
 
-def test_logprobs_of_the_prompt_are_those_of_the_whole_prompt(client):
+@pytest.mark.parametrize("way", [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}], ids=" ".join)
+def test_logprobs_of_the_prompt_are_those_of_the_whole_prompt(client, way):
+    """What the page on measuring quality warns of."""
+
     def logprobs(fields):
-        answer = complete(client, words(300), fields=fields, extra_body={"prompt_logprobs": 0})
-        rows = answer.choices[0].model_extra["prompt_logprobs"]
-        return [next(iter(row.values()))["logprob"] for row in rows[1:]]
+        choice = complete(client, words(300), fields=fields, extra_body=way).choices[0]
+        if "echo" in way:
+            return choice.logprobs.token_logprobs[1:300]
+        return [next(iter(row.values()))["logprob"] for row in choice.model_extra["prompt_logprobs"][1:]]
 
     expected = logprobs({"kv_eviction": "full"})
     assert len(expected) == 299

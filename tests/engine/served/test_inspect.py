@@ -5,9 +5,8 @@ import json
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.engine.support.hits_and_misses import metric
 from tests.engine.support.inspecting import ASK, BUDGET, LENGTH, TEXT, kept_by, page_of
-from tests.engine.support.running import Ask, evicting_engine, run
+from tests.engine.support.running import Ask, evicting_engine, metric, run
 from tests.engine.support.serving import forked_command
 from tests.inspection.pages import read as read_page
 from vllm_kvevict.engine import inspection
@@ -20,8 +19,9 @@ POLICIES = ["ada-snapkv", "kvzip", "snapkv", "take"]
 
 @pytest.fixture(scope="module")
 def llm(models):
-    # Several chunks for those that read a prompt in chunks.
-    with evicting_engine(models("llama"), max_num_batched_tokens=128) as llm:
+    # Several chunks for those that read a prompt in chunks, and several evictions for take.
+    eviction = {"policy_params": {"take": {"take_chunk": 64, "take_probe": 16}}}
+    with evicting_engine(models("llama"), eviction=eviction, max_num_batched_tokens=128) as llm:
         yield llm
 
 
@@ -31,6 +31,8 @@ def test_every_policy(llm):
     assert page["layers"] == [0, 1, 2, 3] and page["kv_heads"] == 2
     answers = run(llm, [Ask(LENGTH, policy, BUDGET, max_tokens=2) for policy in available()])
     assert [policy["policy"] for policy in page["policies"]] == list(available())
+    # Positions are those in the prompt, though later evictions choose among what the earlier ones kept.
+    assert len(answers[available().index("take")].kept) == 5
     for shown, answer in zip(page["policies"], answers, strict=True):
         kept = kept_by(answer, 4, 2, LENGTH, LENGTH)
         assert shown["kept"] == kept, shown["policy"]

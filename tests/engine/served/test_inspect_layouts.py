@@ -5,24 +5,12 @@ import itertools
 import pytest
 
 from tests.engine.served.test_inspect_turns import SAID, chat, kept_on_a_server
-from tests.engine.support.inspecting import BUDGET, LENGTH, TEXT, kept_by, page_of
+from tests.engine.support.inspecting import BUDGET, LENGTH, TEXT, page_of
 from tests.engine.support.running import Ask, evicting_engine, run
 from vllm_kvevict.chats import Chat
 from vllm_kvevict.inspect.__main__ import main
 
 pytestmark = pytest.mark.engine
-
-
-def test_several_evictions_of_a_prompt(models):
-    """Positions are those in the prompt, though later evictions choose among what the earlier ones kept."""
-    options = {"policy": "take", "budget": 48, "take_chunk": 64, "take_probe": 16}
-    with evicting_engine(models("llama"), eviction=options) as llm:
-        page = page_of(llm, ["take"], 48)
-        (answer,) = run(llm, [Ask(LENGTH, "take", 48.0, max_tokens=2)])
-    assert len(answer.kept) == 5
-    shown = page["policies"][0]["kept"]
-    assert shown == kept_by(answer, 4, 2, LENGTH, LENGTH)
-    assert all(head[-16:] == list(range(LENGTH - 16, LENGTH)) for layer in shown for head in layer)
 
 
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])

@@ -9,11 +9,10 @@ from vllm import SamplingParams
 
 from tests.engine.support.clients import words
 from tests.engine.support.inspecting import BUDGET, LENGTH, kept_by, page_of
-from tests.engine.support.running import Ask, evicting_engine, run
+from tests.engine.support.running import Ask, decided, evicting_engine, run
 from tests.inspection.pages import read as read_page
 from vllm_kvevict.chats import Chat
 from vllm_kvevict.engine import inspection
-from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.inspect.__main__ import main
 from vllm_kvevict.policies.registry import policies_for_parts
 
@@ -45,15 +44,6 @@ def test_every_policy(llm):
         assert shown["entries_per_turn"] == [8 * int(BUDGET * 96), 8 * int(BUDGET * 104), 8 * 100]
 
 
-def test_a_prompt_that_is_evicted_as_one_is_another_page(llm):
-    """A control."""
-    page = page_of(llm, ["snapkv", "full"], turns=TURNS)
-    as_one = page_of(llm, ["snapkv", "full"], prefix_len=200)
-    assert as_one["turns"] == []
-    assert page["policies"][0]["kept"] != as_one["policies"][0]["kept"]
-    assert page["policies"][1]["kept"] == as_one["policies"][1]["kept"]
-
-
 SYSTEM = {"role": "system", "content": words(120)}
 SAID = [words(60, 1), words(50, 2), words(45, 3), words(40, 4)]
 
@@ -67,19 +57,16 @@ def kept_on_a_server(llm, messages, policy):
     """What a chat keeps that goes the way of a server's, by layer and head, and after how many tokens."""
     fields = {"kv_eviction": policy, "kv_budget": BUDGET}
     sampling = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0, extra_args=fields)
-    (output,) = llm.chat(messages, sampling, use_tqdm=False)
-    done = recording.of_request(
-        recording.evictions(llm.collective_rpc(recording.take_decisions)), output.request_id
-    )
-    return [[head.tolist() for head in heads] for _, heads in sorted(done[-1].kept.items())], output
+    (answer,) = decided(llm, llm.chat(messages, sampling, use_tqdm=False))
+    return [heads for _, heads in sorted(answer.kept[-1].items())], answer
 
 
 @pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip"])
 def test_a_chat_is_evicted_as_on_a_server(llm, policy):
     messages = chat(*SAID[:3])
     page = page_of(llm, [policy], chats=[Chat(messages)])
-    kept, output = kept_on_a_server(llm, messages, policy)
-    assert page["token_ids"] == output.prompt_token_ids
+    kept, answer = kept_on_a_server(llm, messages, policy)
+    assert page["token_ids"] == answer.prompt
     end = page["turns"][-1]
     assert len(page["turns"]) == 2 and end < page["prompt_tokens"]
     shown = page["policies"][0]["kept"]

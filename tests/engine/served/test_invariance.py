@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.engine.support.hits_and_misses import metric
-from tests.engine.support.running import Answer, Ask, evicting_engine, num_preemptions, run
+from tests.engine.support.running import Answer, Ask, evicting_engine, metric, num_preemptions, run
 from vllm_kvevict.policies import available
 
 EVICTING = [policy for policy in available() if policy != "full"]
@@ -39,30 +38,31 @@ def _same(ask: Ask, one: Answer, other: Answer) -> None:
     assert one.tokens == other.tokens
 
 
+def _all_same(asks: list[Ask], expected: list[Answer], answers: list[Answer]) -> None:
+    for ask, one, other in zip(asks, expected, answers, strict=True):
+        _same(ask, one, other)
+
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "chunks of 64": {"max_num_batched_tokens": 64},
+    "chunks of 128": {"max_num_batched_tokens": 128},
+    "TP 2": {"max_num_batched_tokens": 128, "tensor_parallel_size": 2},
+    "PP 2": {"max_num_batched_tokens": 128, "pipeline_parallel_size": 2},
+}
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("chunk", [64, 128])
-def test_chunk_size(model, baseline, chunk):
-    with evicting_engine(model, **SMALL, max_num_batched_tokens=chunk) as llm:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_chunks_and_workers(model, baseline, name):
+    with evicting_engine(model, **SMALL, **LAYOUTS[name]) as llm:
         answers = run(llm, ASKS)
-    for ask, expected, answer in zip(ASKS, baseline, answers, strict=True):
-        _same(ask, expected, answer)
+    _all_same(ASKS, baseline, answers)
 
 
 @pytest.mark.engine
 def test_batch_mates(model, baseline):
     with evicting_engine(model, **SMALL, max_num_batched_tokens=1024) as llm:
-        for ask, expected in zip(ASKS, baseline, strict=True):
-            _same(ask, expected, run(llm, [ask])[0])
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_workers(model, baseline, size):
-    pairs = list(zip(ASKS, baseline, strict=True))
-    with evicting_engine(model, **SMALL, max_num_batched_tokens=128, **{size: 2}) as llm:
-        answers = run(llm, [ask for ask, _ in pairs])
-    for (ask, expected), answer in zip(pairs, answers, strict=True):
-        _same(ask, expected, answer)
+        _all_same(ASKS, baseline, [run(llm, [ask])[0] for ask in ASKS])
 
 
 @pytest.mark.engine
@@ -75,8 +75,7 @@ def test_replicated_heads(models):
     with evicting_engine(model, **SMALL, tensor_parallel_size=2) as llm:
         answers = run(llm, asks)
         assert metric(llm, "kv_eviction_evicted_tokens") == evicted > 0
-    for ask, one, other in zip(asks, expected, answers, strict=True):
-        _same(ask, one, other)
+    _all_same(asks, expected, answers)
 
 
 @pytest.mark.engine

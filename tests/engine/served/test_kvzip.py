@@ -1,22 +1,21 @@
 """kvzip on real workers: scores of the model as Hugging Face defines it, whatever else the steps carry."""
 
 import dataclasses
+import itertools
+from typing import Any
 
 import pytest
-import torch
-from vllm import SamplingParams
 
-from tests.engine.served.test_decisions import check_kept
-from tests.engine.support.masked import layer_inputs, masked_logits, repeated
+from tests.engine.served.test_decisions import check_evicted
 from tests.engine.support.running import (
     Ask,
     evicting_engine,
     num_preemptions,
     plain_prompts,
     run,
+    run_aborted,
 )
 from vllm_kvevict.engine.worker import recording
-from vllm_kvevict.policies import EvictionConfig, LayerInputs
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 CHUNK = 64
@@ -35,67 +34,48 @@ def options(**params):
     return {"policy": "kvzip", "kvzip_chunk": CHUNK, **params}
 
 
-def model_inputs(
-    model, prompt: list[int], prompts: RepeatPrompts, sees: str, chunk: int = CHUNK
-) -> list[LayerInputs]:
-    """What kvzip may read of each layer."""
-    behind = prompts.behind(prompt)
-    most = repeated(model, prompt, lambda *part: behind.rows(prompt, *part), chunk, sees)
-    tensors = layer_inputs(model, prompt, behind)
-    return [dataclasses.replace(x, repeated=y) for x, y in zip(tensors, most, strict=True)]
+CASES: dict[str, dict[str, Any]] = {
+    "all": {"kvzip_chunk": CHUNK},
+    "chunk": {"kvzip_chunk": CHUNK, "kvzip_sees": "chunk"},
+    # A chunk so long that repeating pays a token no more than the window does.
+    "window": {"kvzip_chunk": 512, "window": 32},
+}
 
 
-def check(model, ask: Ask, answer, prompts: RepeatPrompts, sees: str = "all") -> None:
+def check(model, ask: Ask, answer, prompts: RepeatPrompts, case: str = "all") -> None:
     """What was kept, up to entries at the cut, and what the model says with it alone."""
-    n = ask.prefix_len or ask.length
-    inputs = model_inputs(model, ask.prompt[:n], prompts, sees)
-    check_kept(EvictionConfig("kvzip", keep_ratio=ask.budget), inputs, answer)
-    wanted = masked_logits(model, ask.prompt, answer.tokens, answer.kept[0], n)
-    torch.testing.assert_close(answer.logits, wanted, atol=1e-4, rtol=1e-4)
+    params = CASES[case]
+    sees = params.get("kvzip_sees", "all")
+    check_evicted(model, ask, answer, prompts, sees, params["kvzip_chunk"], **params)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("layout, sees", [*((layout, "all") for layout in LAYOUTS), ("alone", "chunk")])
-def test_keeps_what_the_model_needs_to_repeat_the_prompt(model, layout, sees):
-    """Five chunks, the last of them short; prompts of every kind beside each other."""
+@pytest.mark.parametrize("layout, case", [*itertools.product(LAYOUTS, ("all", "window")), ("alone", "chunk")])
+def test_keeps_what_the_model_needs_to_repeat_the_prompt(model, layout, case):
+    """Five chunks, the last of them short; windows that one step reads, and two; prompts of every kind."""
     asks = [
         ASK,
         dataclasses.replace(ASK, prefix_len=None, seed=1),
         Ask(200, "kvzip", 0.3, prefix_len=64, seed=2),
+        Ask(240, "kvzip", 0.3, prefix_len=205, seed=3),
     ]
-    with evicting_engine(model, eviction=options(kvzip_sees=sees), **SERVER, **LAYOUTS[layout]) as llm:
+    with evicting_engine(model, eviction=options(**CASES[case]), **SERVER, **LAYOUTS[layout]) as llm:
         answers, prompts = run(llm, asks, logits=True), plain_prompts(llm)
         others = run(llm, [Ask(150, "take", 64.0), ASK, Ask(150, "snapkv", 0.2)])
     for ask, answer in zip(asks, answers, strict=True):
-        check(model, ask, answer, prompts, sees)
+        check(model, ask, answer, prompts, case)
     assert others[1].kept == answers[0].kept and others[1].tokens == answers[0].tokens
     with pytest.raises(AssertionError):
-        check(model, dataclasses.replace(ASK, seed=3), answers[0], prompts, sees)
-
-
-WINDOW = {"window": 32, "kvzip_chunk": 512}
-"""A chunk so long that repeating pays a token no more than the window does."""
+        check(model, dataclasses.replace(ASK, seed=3), answers[0], prompts, case)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_keeps_what_a_window_asks_for_as_well(model, layout):
-    """Windows that one step reads, and two; prompts with their question, and a prefix. The window's queries matter."""
-    config = EvictionConfig("kvzip", keep_ratio=0.3, **WINDOW)
-    asks = [
-        Ask(300, "kvzip", 0.3, seed=1),
-        Ask(206, "kvzip", 0.3, seed=2),
-        Ask(240, "kvzip", 0.3, prefix_len=205, seed=3),
-    ]
-    with evicting_engine(model, eviction=options(**WINDOW), **SERVER, **LAYOUTS[layout]) as llm:
-        answers, prompts = run(llm, asks), plain_prompts(llm)
-    for ask, answer in zip(asks, answers, strict=True):
-        inputs = model_inputs(
-            model, ask.prompt[: ask.evicted_to], prompts, "all", chunk=WINDOW["kvzip_chunk"]
-        )
-        check_kept(config, inputs, answer)
-        with pytest.raises(AssertionError):
-            check_kept(config, [dataclasses.replace(x, q_window=0 * x.q_window) for x in inputs], answer)
+def test_what_the_window_asks_for_matters(model):
+    """The control: without it other entries stay."""
+    with evicting_engine(model, eviction=options(**CASES["window"]), **SERVER) as llm:
+        (answer,), prompts = run(llm, [ASK], logits=True), plain_prompts(llm)
+    with pytest.raises(AssertionError):
+        check_evicted(model, ASK, answer, prompts, "all", 512, kvzip_chunk=512)
 
 
 @pytest.mark.engine
@@ -135,14 +115,10 @@ def test_in_a_tight_pool(models, settings, window):
 @pytest.mark.engine
 @pytest.mark.parametrize("window", [0, 32])
 def test_aborted_at_any_step(model, window):
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args={"kv_prefix_len": 280})
     with evicting_engine(model, eviction=options(window=window), **SERVER) as llm:
         (calm,) = run(llm, [ASK])
         for steps in range(1, 12):
-            llm.llm_engine.add_request(f"leaves-{steps}", {"prompt_token_ids": ASK.prompt}, params)
-            for _ in range(steps):
-                llm.llm_engine.step()
-            llm.llm_engine.abort_request([f"leaves-{steps}"])
+            assert run_aborted(llm, [ASK], [steps]) == [None]
         llm.collective_rpc(recording.take_decisions)
         (again,) = run(llm, [ASK])
         assert again.kept == calm.kept and again.tokens == calm.tokens

@@ -10,17 +10,12 @@ from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
 from benchmarks.harness.models import make_variant
-from tests.engine.support.running import Ask, engine, evicting_engine, run
+from tests.engine.support.running import Ask, assert_same, engine, evicting_engine, run, tokens_of
 
 RANK = 8
 # One more than there are adapters: on a CPU, vLLM gives requests without an adapter the weights in the last place.
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
-@pytest.fixture(scope="module")
-def model(models):
-    return models("llama")
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +61,17 @@ def _asks(adapters, policy="full", budget=None):
     ]
 
 
-def _tokens(answers):
-    return [answer.tokens for answer in answers]
-
-
 @pytest.mark.engine
 def test_a_mixed_batch_equals_stock_when_nothing_is_evicted(model, adapters):
     with engine(model, **LORA) as llm:
-        stock = _tokens(run(llm, _asks(adapters), recorded=False))
+        stock = tokens_of(run(llm, _asks(adapters), recorded=False))
     with engine(model) as llm:
         plain = [Ask(ask.length, max_tokens=32) for ask in _asks(adapters)]
-        without = _tokens(run(llm, plain, recorded=False))
+        without = tokens_of(run(llm, plain, recorded=False))
     assert [mine == other for mine, other in zip(stock, without, strict=True)] == [True, False, False] * 2
     with evicting_engine(model, **LORA, max_num_seqs=16, max_num_batched_tokens=96) as llm:
-        assert _tokens(run(llm, _asks(adapters))) == stock
-        assert _tokens(run(llm, _asks(adapters, "ada-snapkv", 1.0))) == stock
+        assert tokens_of(run(llm, _asks(adapters))) == stock
+        assert tokens_of(run(llm, _asks(adapters, "ada-snapkv", 1.0))) == stock
 
 
 TAKE = {"take_chunk": 64, "take_probe": 16}
@@ -96,15 +87,9 @@ def test_what_is_kept_is_what_the_merged_model_keeps(model, adapters, policies):
     without_adapter = [dataclasses.replace(ask, adapter=None) for ask in asks]
     with evicting_engine(model, eviction=eviction) as llm:
         plain = run(llm, without_adapter, logits=True)
-    _compare(answers[::3], plain[::3])
+    assert_same(answers[::3], plain[::3])
     for first, (_, merged) in enumerate(adapters, start=1):
         with evicting_engine(merged, eviction=eviction) as llm:
             expected = run(llm, without_adapter[first::3], logits=True)
-        _compare(answers[first::3], expected)
+        assert_same(answers[first::3], expected)
         assert plain[first].kept != expected[0].kept
-
-
-def _compare(answers, expected):
-    for mine, theirs in zip(answers, expected, strict=True):
-        assert mine.kept == theirs.kept and mine.tokens == theirs.tokens
-        torch.testing.assert_close(mine.logits, theirs.logits, atol=1e-4, rtol=1e-4)

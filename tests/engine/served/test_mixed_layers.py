@@ -4,27 +4,17 @@ import dataclasses
 
 import pytest
 
-from tests.engine.support.examine_families import examine
-from tests.engine.support.families import FAMILIES
-from tests.engine.support.running import Ask, engine, evicting_engine, num_preemptions, run
+from tests.engine.support.running import (
+    Ask,
+    assert_same,
+    engine,
+    evicting_engine,
+    num_preemptions,
+    run,
+    tokens_of,
+)
 from vllm_kvevict.engine.groups import layer_groups
 from vllm_kvevict.engine.memory import bounds_of
-
-SAMPLE = ("gpt_oss", "gemma2", "granitemoehybrid", "nemotron_h")
-"""A model of each kind: windows with sinks, windows with softcap, states, and layers that remember nothing."""
-
-
-def tokens_of(answers):
-    return [answer.tokens for answer in answers]
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("architecture", SAMPLE)
-def test_answers_are_stocks_and_a_masked_models(architecture, tmp_path):
-    """Without eviction those of vLLM; with it those of a plain model that sees no evicted entry, of some layers."""
-    finding = examine(next(family for family in FAMILIES if family.model_type == architecture), tmp_path)
-    assert 0 < finding.evicted < finding.layers and finding.difference is not None
-
 
 LONG_ANSWERS = [Ask(40 + 20 * i, "full", max_tokens=350, seed=i) for i in range(5)]
 """They outgrow the pages."""
@@ -86,5 +76,4 @@ def test_workers(models, architecture, size):
         expected = run(llm, evicted)
     with evicting_engine(model, **settings, **{size: 2}) as llm:
         answers = run(llm, evicted)
-    assert tokens_of(answers) == tokens_of(expected)
-    assert [answer.kept for answer in answers] == [answer.kept for answer in expected]
+    assert_same(expected, answers)

@@ -8,10 +8,9 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.engine.support.clients import words
-from tests.engine.support.hits_and_misses import metric
-from tests.engine.support.masked import masked_logits
+from tests.engine.support.masked import CLOSE, expected_logits
 from tests.engine.support.multimodal import AskWithImages, make_multimodal_model, picture
-from tests.engine.support.running import Ask, decided, engine, evicting_engine, run
+from tests.engine.support.running import Ask, decided, engine, evicting_engine, metric, run
 
 KINDS = ("llava", "qwen2_vl")
 SETTINGS = {
@@ -74,12 +73,14 @@ def test_logits_equal_those_of_a_masked_model(model, kind):
     for ask, answer in zip(evicted, answers, strict=True):
         tokens = answer.prompt + answer.tokens
         images = ask.inputs(model, tokens) if isinstance(ask, AskWithImages) else {}
-
-        def expected(kept, answer=answer, images=images):
-            return masked_logits(model, answer.prompt, answer.tokens, kept, len(answer.prompt), images=images)
-
-        torch.testing.assert_close(answer.logits, expected(answer.kept[0]), atol=1e-4, rtol=1e-4)
-        assert (answer.logits - expected({})).abs().max() > 1e-2
+        expected, unevicted = (
+            expected_logits(
+                model, ask, replace(answer, kept=kept), [len(answer.prompt)] * len(kept), images=images
+            )
+            for kept in (answer.kept, [])
+        )
+        torch.testing.assert_close(answer.logits, expected, **CLOSE)
+        assert (answer.logits - unevicted).abs().max() > 1e-2
 
 
 @pytest.mark.engine

@@ -78,7 +78,7 @@ def test_logits_equal_a_masked_model(models, length: int) -> None:
     with registered(Every64()), evicting_engine(model, max_num_batched_tokens=128, max_model_len=512) as llm:
         (answer,) = run(llm, [ask], logits=True)
     mask = seen([*range(EVERY, length, EVERY), length], length + len(answer.tokens))
-    expected = masked_logits(model, ask.prompt, answer.tokens, {}, length, seen=mask)
+    expected = masked_logits(model, ask.prompt, answer.tokens, seen=mask)
     assert torch.allclose(answer.logits, expected, atol=1e-4)
-    unlike = masked_logits(model, ask.prompt, answer.tokens, {}, length)
+    unlike = masked_logits(model, ask.prompt, answer.tokens)
     assert not torch.allclose(answer.logits, unlike, atol=1e-2)

@@ -75,21 +75,8 @@ def test_the_two_runs_differ_in_the_plugin_alone(run):
     assert run(installed=False)[0]["ours"] == []
 
 
-def test_every_class_is_vllms(run):
-    report, _ = run(installed=True)
-    assert report["scheduler"] == "vllm.v1.core.sched.scheduler.Scheduler"
-    assert report["manager"] == "vllm.v1.core.kv_cache_manager.KVCacheManager"
-    assert report["connector"] == ["None", "None"]
-    assert report["workers"] == [
-        [
-            "vllm.v1.worker.cpu_worker.CPUWorker",
-            ["vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"],
-            ["vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"],
-        ]
-    ]
-
-
 def test_nothing_else_differs(run):
+    """The classes of scheduler, workers and layers are vLLM's, too."""
     mine, stock = (dict(run(installed=installed)[0]) for installed in (True, False))
     for report in (mine, stock):
         del report["plugin"], report["ours"]
@@ -99,8 +86,7 @@ def test_nothing_else_differs(run):
 
 def test_only_what_the_flags_need_is_loaded(run):
     modules = run(installed=True)[0]["ours"]
-    for name in ("scheduler", "ledger", "connector", "worker", "attention", "runtime", "requests", "metrics"):
-        assert f"vllm_kvevict.engine.{name}" not in modules
+    assert not [name for name in modules if re.match(r"vllm_kvevict\.engine\.(scheduler|worker)\b", name)]
 
 
 def without_paths(line: str) -> str:

@@ -3,9 +3,8 @@
 from typing import Any
 
 import pytest
-import torch
 
-from tests.engine.support.masked import masked_logits
+from tests.engine.support.masked import check_logits
 from tests.engine.support.running import Ask, evicting_engine, run
 from vllm_kvevict.engine.worker import cpu
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
@@ -49,9 +48,7 @@ def test_logits_equal_those_of_a_plain_model(models, calls, architecture, step):
     assert any(behind for _, behind in calls) and not all(behind for _, behind in calls)
     assert min(tokens for tokens, _ in calls) >= 16
     for ask, answer in zip(asks, answers, strict=True):
-        kept = answer.kept[0] if answer.kept else {}
-        expected = masked_logits(model, ask.prompt, answer.tokens, kept, ask.evicted_to)
-        torch.testing.assert_close(answer.logits, expected, atol=1e-4, rtol=1e-4)
+        check_logits(model, ask, answer)
 
 
 @pytest.mark.engine

@@ -9,11 +9,9 @@ from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
 from benchmarks.harness.models import make_variant
 from tests.engine.support.masked import masked_logits
+from tests.engine.support.refused import QUANTIZED
 from tests.engine.support.running import Answer, Ask, engine, evicting_engine, run
 from vllm_kvevict.policies import EvictionConfig
-
-WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
-ACTIVATIONS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
 
 
 def _quantize(folder: Path, model: Path) -> tuple[Path, Path]:
@@ -27,16 +25,8 @@ def _quantize(folder: Path, model: Path) -> tuple[Path, Path]:
         quantized[name] = (weight / scale).round().to(torch.int8)
         quantized[f"{name}_scale"] = scale
         rounded[name] = quantized[name] * scale
-    scheme = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS}
-        },
-    }
     return (
-        make_variant(folder / "quantized", model, quantized, quantization_config=scheme),
+        make_variant(folder / "quantized", model, quantized, quantization_config=QUANTIZED),
         make_variant(folder / "rounded", model, rounded),
     )
 
@@ -65,5 +55,5 @@ def test_weights_and_activations_of_8_bits(models, tmp_path, monkeypatch):
 
 def _distance(model: Path, answer: Answer, kept: dict[int, list[list[int]]]) -> float:
     """How far an answer's logits are from those of the plain model, as the root of the mean square."""
-    expected = masked_logits(model, Ask(300).prompt, answer.tokens, kept, 300)
+    expected = masked_logits(model, Ask(300).prompt, answer.tokens, [(300, kept)])
     return (answer.logits - expected).pow(2).mean().sqrt().item()

@@ -1,15 +1,13 @@
 """Workers of another node, reached through Ray: plans, decisions and reports travel as on one machine."""
 
-import socket
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT, lines
-from tests.engine.support.ray_nodes import HEAD, OTHER, run_lines, run_on_ray
-from tests.engine.support.running import Ask, evicting_engine, run
+from tests.engine.support.ray_nodes import HEAD, OTHER, run_on_ray
+from tests.engine.support.running import Ask, assert_same, evicting_engine, run
 
 ASKS = [
     Ask(300, "ada-snapkv", 0.2, max_tokens=6),
@@ -32,24 +30,5 @@ def test_two_nodes(model):
         result = run_on_ray(Path(folder), task, slots=1, VLLM_USE_RAY_V2_EXECUTOR_BACKEND="1")
     assert result["executor"] == "RayExecutorV2"
     assert [address for address, _ in result["places"]] == [HEAD, OTHER]
-    for ask, one, other in zip(ASKS, expected, result["answers"], strict=True):
-        assert (other.tokens, other.kept) == (one.tokens, one.kept), ask
-        assert bool(other.kept) == (ask.policy != "full")
-
-
-@pytest.mark.engine
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
-def test_commands_of_the_guide():
-    """As they stand there, with two addresses of this machine. In the place of vLLM, whose CPU platform refuses Ray, a
-    program joins the cluster and says which nodes it has."""
-    written = [line.split("#")[0] for line in lines(ROOT / "docs/CLUSTER.md") if "--nnodes" not in line]
-    programs = ["pip", "ray get-auth-token", "ray start --head", "ray start --address", "vllm serve"]
-    assert len(written) == len(programs)
-    assert all(program in line for program, line in zip(programs, written, strict=True))
-    with socket.socket() as probe:
-        probe.bind((HEAD, 0))
-        port = str(probe.getsockname()[1])
-    text = "\n".join(written).replace("10.0.0.1", HEAD).replace("10.0.0.2", OTHER).replace("6379", port)
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
-        said = run_lines(Path(folder), text.splitlines())
-    assert f"NODES {HEAD} {OTHER}" in said, said
+    assert_same(expected, result["answers"])
+    assert [bool(answer.kept) for answer in expected] == [ask.policy != "full" for ask in ASKS]

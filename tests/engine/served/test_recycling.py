@@ -1,11 +1,9 @@
 """Prompts that are read in one step: each layer takes its pages when it runs and gives most of them back."""
 
-from typing import Any
-
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.support.running import Ask, evicting_engine, run
+from tests.engine.support.running import Ask, assert_same, evicting_engine, run
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
@@ -22,26 +20,6 @@ RECYCLED = [
 ]
 
 
-def _watch_peaks(worker: Any) -> None:
-    from vllm_kvevict.engine.worker.runtime import get_runtime
-
-    runtime = get_runtime()
-    runtime.peaks, part_of = {}, Eviction._part
-
-    def watched(eviction, kept):
-        part = part_of(eviction, kept)
-        runtime.peaks[eviction.resident.admission.request_id] = part.peak_pages
-        return part
-
-    Eviction._part = watched
-
-
-def _peaks(worker: Any) -> dict[str, int]:
-    from vllm_kvevict.engine.worker.runtime import get_runtime
-
-    return get_runtime().peaks
-
-
 @pytest.fixture(scope="module")
 def model(models):
     return models("llama", layers=LAYERS, hidden=64, heads=4, kv_heads=2, head_dim=32)
@@ -49,7 +27,6 @@ def model(models):
 
 @pytest.mark.engine
 def test_the_same_choice_with_a_fraction_of_the_pages(model, monkeypatch) -> None:
-    monkeypatch.setattr(Eviction, "_part", Eviction._part)  # put back at the end
     assert {"ada-snapkv", "pyramidkv", "h2o", "criticalkv", "lava", "lava-uniform-head", "cake"} <= set(
         RECYCLED
     )
@@ -57,19 +34,24 @@ def test_the_same_choice_with_a_fraction_of_the_pages(model, monkeypatch) -> Non
     asks += [
         Ask(LENGTH, policy, BUDGET, prefix_len=700, seed=i) for i, policy in enumerate(("snapkv", "lava"))
     ]
-    peaks = {}
-    answers = {}
+    seen: dict[str, int] = {}
+    part_of = Eviction._part
+
+    def watched(eviction, kept):
+        part = part_of(eviction, kept)
+        seen[eviction.resident.admission.request_id] = part.peak_pages
+        return part
+
+    monkeypatch.setattr(Eviction, "_part", watched)
+    peaks, answers = {}, {}
     for step in (300, 4096):
         with evicting_engine(model, max_num_batched_tokens=step, max_model_len=1200) as llm:
-            llm.collective_rpc(_watch_peaks)
+            seen.clear()
             answers[step] = run(llm, asks)
-            (seen,) = llm.collective_rpc(_peaks)
             peaks[step] = [
                 next(v for k, v in seen.items() if k.startswith(f"{i}-")) for i in range(len(asks))
             ]
-    for ask, cut, whole in zip(asks, answers[300], answers[4096], strict=True):
-        assert cut.kept == whole.kept, ask
-        assert cut.tokens == whole.tokens, ask
+    assert_same(answers[300], answers[4096])
     for ask, in_steps, at_once in zip(asks, peaks[300], peaks[4096], strict=True):
         assert in_steps == LAYERS * 2 * -(-(ask.prefix_len or LENGTH) // 32), ask
         assert at_once <= 0.25 * in_steps, ask

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from benchmarks.harness.models import make_model
 from tests.contract.test_routes import GENERATES, RENDERS
 from tests.engine.support.chats import QUESTION, VOCAB, ask, save_byte_tokenizer
-from tests.engine.support.clients import evictions
+from tests.engine.support.clients import evictions, post
 from tests.engine.support.serving import ForkedServer, RenderServer, log_evictions
 from vllm_kvevict.engine.config import REPEAT_ROWS
 from vllm_kvevict.engine.scope import FIELDS
@@ -108,13 +108,6 @@ def ids_of(model):
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
 
 
-def post(server: ForkedServer, path: str, body: Body, status: int = 200) -> Any:
-    settings = {"model": server.model, "temperature": 0}
-    answer = httpx.post(f"{server.url}{path}", json={**settings, **body}, timeout=240)
-    assert answer.status_code == status, (path, answer.text)
-    return answer.json() if status == 200 else answer.text
-
-
 def test_every_route_is_asked() -> None:
     asked = {*CHATS, *PROMPTS, "/generative_scoring", *(f"{path}/render" for path in RENDERED)}
     assert asked | OF_OTHER_MODELS == {*GENERATES, *RENDERS} - {"/v1/decisions"}
@@ -202,27 +195,6 @@ def test_scoring(scope, server):
     start = len(server.evictions)
     assert len(post(server, "/generative_scoring", body)["data"]) == 2
     assert scope == "prompt" or not evictions(server, 0, start)
-
-
-def test_what_a_render_route_writes_is_checked(server, ids_of):
-    for rows in ([[VOCAB], [1], [2]], [[1], [2]], "x", [[True], [], []], [[1] * 200, [], []]):
-        fields = {"kv_prefix_len": 200, "kv_repeat_rows": rows}
-        body = PROMPTS["/inference/v1/generate"](ids_of(document("rows")), fields)
-        assert "kv_repeat_rows must be what a render route wrote" in post(
-            server, "/inference/v1/generate", body, 400
-        )
-
-
-def test_beam_search_is_refused(server):
-    beams = {"use_beam_search": True, "n": 2}
-    for path in ("/v1/chat/completions", "/invocations"):
-        said = post(server, path, {**CHATS[path](chat("beams")), **beams}, 400)
-        assert "beam search cannot be used with --kv-eviction" in said
-    said = post(server, "/v1/completions", {"prompt": document("beams"), "max_tokens": 8, **beams}, 400)
-    assert "beam search cannot be used with --kv-eviction" in said
-    assert "Beam search" in post(
-        server, "/v1/chat/completions/render", {**CHATS["/v1/messages"](chat("beams")), **beams}, 400
-    )
 
 
 def test_routes_of_other_models_are_not_there(server):

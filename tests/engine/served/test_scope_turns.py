@@ -2,11 +2,12 @@
 
 import re
 
-import httpx
 import pytest
 
-from tests.engine.support.clients import complete, evictions, words
+from tests.engine.support.clients import complete, evictions, post, words
 from tests.engine.support.serving import ForkedServer, log_evictions
+from tests.engine.support.turn_templates import answer as answered
+from tests.engine.support.turn_templates import result, user
 from vllm_kvevict.engine.config import REPEAT_ROWS
 
 pytestmark = pytest.mark.engine
@@ -20,43 +21,28 @@ QUESTIONS = [words(60, 1), words(45, 2), words(50, 3), words(40, 4)]
 def server(request, models, tmp_path_factory):
     flags = ["--kv-eviction", request.param, "--kv-budget", "0.25", "--kv-eviction-config.scope", "turns"]
     flags += ["--kv-eviction-config.min_prompt", "64", "--kv-eviction-config.min_turn", str(LEAST)]
-    flags += [
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "2048",
-        "--enable-prompt-tokens-details",
-    ]
-    flags += ["--enable-scale-out", "--trust-request-chat-template"]
+    flags += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
+    flags += ["--enable-prompt-tokens-details", "--enable-scale-out", "--trust-request-chat-template"]
     log = tmp_path_factory.mktemp("server") / "log"
     env = {"VLLM_KVEVICT_CHECK": "1"}
     with ForkedServer(models("llama"), log, *flags, *log_evictions(log), env=env) as server:
         yield server
 
 
-def body(server, messages, **settings):
-    return {
-        "model": server.model, "messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **settings,
-    }  # fmt: skip
-
-
-def post(server, path, **settings):
-    answer = httpx.post(f"{server.url}{path}", json=settings, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def chat_body(messages, **settings):
+    return {"messages": messages, "max_tokens": 12, "ignore_eos": True, **settings}
 
 
 def say(server, messages, **settings):
     """The answer to a chat, and how many of its tokens were found."""
-    answer = post(server, "/v1/chat/completions", **body(server, messages, **settings))
+    answer = post(server, "/v1/chat/completions", chat_body(messages, **settings))
     details = answer["usage"]["prompt_tokens_details"] or {}
     return answer["choices"][0]["message"]["content"], details.get("cached_tokens") or 0
 
 
 def rendered(server, messages):
     """The request with which a chat is sent once it is rendered, and the ends of its turns."""
-    found = post(server, "/v1/chat/completions/render", **body(server, messages))
+    found = post(server, "/v1/chat/completions/render", chat_body(messages))
     return found, found["sampling_params"]["extra_args"]["kv_turns"]
 
 
@@ -64,9 +50,8 @@ def say_as_tokens(server, client, request, salt):
     """The answer to a rendered chat of which nothing is found: a completion's, unless words of a repeat go along."""
     fields = request["sampling_params"]["extra_args"]
     if REPEAT_ROWS in fields:
-        answer = post(
-            server, "/inference/v1/generate", **{**request, "cache_salt": salt, "output_mode": "text"}
-        )
+        more = {"cache_salt": salt, "output_mode": "text"}
+        answer = post(server, "/inference/v1/generate", request | more)
         return answer["choices"][0]["text"]
     assert fields.keys() == {"kv_turns"}
     answer = complete(client, request["token_ids"], fields=fields, extra_body={"cache_salt": salt})
@@ -85,7 +70,7 @@ def kept_whole(server):
 def test_a_turn_reads_and_evicts_what_is_new(server, client):
     chat, last, kept, counted = [SYSTEM], 0, 0, kept_whole(server)
     for turn, question in enumerate(QUESTIONS):
-        chat.append({"role": "user", "content": question})
+        chat.append(user(question))
         request, ends = rendered(server, chat)
         start = len(server.evictions)
         answer, found = say(server, chat)
@@ -97,25 +82,22 @@ def test_a_turn_reads_and_evicts_what_is_new(server, client):
         assert (line["tokens"], line["kept"]) == (end, kept)
         assert say_as_tokens(server, client, request, f"turn {turn}") == answer
         evictions(server, 2 + turn, start)
-        chat.append({"role": "assistant", "content": answer})
+        chat.append(answered(answer))
         last = end
     assert kept_whole(server) == counted
 
 
 def test_retries_and_branches_begin_with_what_they_have_in_common(server):
-    chat = [
-        SYSTEM,
-        *({"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": words(40, 5)}),
-    ]
-    first = [*chat, {"role": "user", "content": words(30, 6)}]
+    chat = [SYSTEM, user(QUESTIONS[0]), answered(words(40, 5))]
+    first = [*chat, user(words(30, 6))]
     answer, _ = say(server, first)
     _, ends = rendered(server, first)
     start = len(server.evictions)
     again, found = say(server, first)
     assert again == answer and found >= ends[-1]
-    assert say(server, [*chat, {"role": "user", "content": words(35, 7)}])[1] >= ends[-1]
+    assert say(server, [*chat, user(words(35, 7))])[1] >= ends[-1]
     evictions(server, 0, start)
-    edited = [SYSTEM, {"role": "user", "content": words(61, 8)}, *first[2:]]
+    edited = [SYSTEM, user(words(61, 8)), *first[2:]]
     assert say(server, edited)[1] == ends[0]
     evictions(server, 1, start)
 
@@ -125,8 +107,7 @@ def test_a_template_that_drops_thoughts_is_named_once(server):
         "{% for m in messages %}{% if m.role == 'assistant' and not loop.last and messages[-1].role == 'tool' %}w9 "
         "{% endif %}{{ m.content }} {% endfor %}"
     )
-    chat = [SYSTEM, {"role": "user", "content": words(40)}, {"role": "assistant", "content": words(9)}]
-    chat.append({"role": "tool", "tool_call_id": "1", "content": words(50)})
+    chat = [SYSTEM, user(words(40)), answered(words(9)), result(words(50))]
     for _ in range(2):
-        post(server, "/v1/chat/completions", **body(server, chat, chat_template=template))
+        post(server, "/v1/chat/completions", chat_body(chat, chat_template=template))
     assert len(re.findall("compressed again when the user asks the next question", server.log)) == 1

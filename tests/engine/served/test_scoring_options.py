@@ -1,26 +1,14 @@
 """How a policy combines attention, as a server's parameters say: of rows, of query heads, of neighbours."""
 
 import pytest
-import torch
 
-from tests.engine.served.test_decisions import check_kept
+from tests.engine.served.test_decisions import check_evicted
 from tests.engine.served.test_kvzip import LAYOUTS, SERVER
-from tests.engine.support.masked import layer_inputs, masked_logits
 from tests.engine.support.running import Ask, evicting_engine, run
 from tests.registering import policy_with_both_defaults
-from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 BEST = {"rows": "max", "gqa": "max", "pooling": "decay"}
-
-
-def check(model, ask, answer, **params) -> None:
-    """What was kept is what the parameters say, and the logits are those of a model that sees nothing else."""
-    n = ask.prefix_len or ask.length
-    config = EvictionConfig(ask.policy, keep_ratio=ask.budget, **params)
-    check_kept(config, layer_inputs(model, ask.prompt[:n], RepeatPrompts()), answer)
-    wanted = masked_logits(model, ask.prompt, answer.tokens, answer.kept[0], n)
-    torch.testing.assert_close(answer.logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.engine
@@ -33,10 +21,10 @@ def test_maxima_that_fade(model, layout):
     ) as llm:
         answers = run(llm, asks, logits=True)
     for ask, answer in zip(asks, answers, strict=True):
-        check(model, ask, answer, **BEST)
+        check_evicted(model, ask, answer, RepeatPrompts(), **BEST)
         for name, other in (("rows", "mean"), ("gqa", "mean"), ("pooling", "max")):
             with pytest.raises(AssertionError):
-                check(model, ask, answer, **{**BEST, name: other})
+                check_evicted(model, ask, answer, RepeatPrompts(), **{**BEST, name: other})
 
 
 @pytest.mark.engine
@@ -47,6 +35,8 @@ def test_whose_defaults_a_server_takes(models, defaults, monkeypatch):
     model, ask = models("llama", layers=3), Ask(300, policy, 0.2)
     with evicting_engine(model, eviction={"defaults": defaults}, **SERVER) as llm:
         (answer,) = run(llm, [ask], logits=True)
-    check(model, ask, answer, defaults=defaults)
+    check_evicted(model, ask, answer, RepeatPrompts(), defaults=defaults)
     with pytest.raises(AssertionError):
-        check(model, ask, answer, defaults={"paper": "measured", "measured": "paper"}[defaults])
+        check_evicted(
+            model, ask, answer, RepeatPrompts(), defaults={"paper": "measured", "measured": "paper"}[defaults]
+        )

@@ -8,8 +8,15 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.engine.support.hits_and_misses import metric
-from tests.engine.support.running import VOCAB, Ask, engine, evicting_engine, num_preemptions, run
+from tests.engine.support.running import (
+    VOCAB,
+    Ask,
+    assert_same,
+    evicting_engine,
+    metric,
+    num_preemptions,
+    run,
+)
 from tests.engine.support.servers import Setup, make_request
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.cache import PagedKVCache
@@ -40,18 +47,6 @@ def drafts(llm) -> tuple[int, int]:
     return accepted, metric(llm, "spec_decode_num_draft_tokens") - accepted
 
 
-def assert_equal(expected, answers, asks):
-    """The same tokens, from logits that are the same up to rounding."""
-    for ask, one, other in zip(asks, expected, answers, strict=True):
-        assert one.tokens == other.tokens, ask
-        torch.testing.assert_close(one.logits, other.logits, atol=1e-4, rtol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def model(models):
-    return models("llama")
-
-
 @pytest.fixture(scope="module")
 def expected(model):
     with evicting_engine(model, **SMALL_STEPS) as llm:
@@ -61,7 +56,7 @@ def expected(model):
 @pytest.mark.engine
 def test_answers_are_those_without_drafts(model, expected):
     with evicting_engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm:
-        assert_equal(expected, run(llm, ASKS, logits=True), ASKS)
+        assert_same(expected, run(llm, ASKS, logits=True), kept=False)
         accepted, rejected = drafts(llm)
     assert accepted > 100 and rejected > 100
 
@@ -75,17 +70,7 @@ def test_they_are_not_if_rejected_drafts_stay(model, expected, monkeypatch):
         evicting_engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm,
         pytest.raises(AssertionError),
     ):
-        assert_equal(expected, run(llm, asks, logits=True), asks)
-
-
-@pytest.mark.engine
-def test_without_eviction_answers_are_vllms(model):
-    asks = ASKS[:2]
-    with engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm:
-        stock = run(llm, asks, recorded=False)
-        assert drafts(llm)[0]
-    with evicting_engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm:
-        assert [answer.tokens for answer in run(llm, asks)] == [answer.tokens for answer in stock]
+        assert_same(expected[:2], run(llm, asks, logits=True), kept=False)
 
 
 @pytest.mark.engine
@@ -98,7 +83,7 @@ def test_requests_that_are_preempted(model):
     with evicting_engine(model, **SMALL_STEPS) as llm:
         expected = run(llm, asks, logits=True)
     with evicting_engine(model, speculative_config=NGRAM, **settings) as llm:
-        assert_equal(expected, run(llm, asks, logits=True), asks)
+        assert_same(expected, run(llm, asks, logits=True), kept=False)
         assert all(drafts(llm)) and num_preemptions(llm)
 
 
@@ -112,7 +97,7 @@ def test_layers_with_windows(models):
         expected = run(llm, asks, logits=True)
     for blocks in ({}, {"num_gpu_blocks_override": 16}):
         with evicting_engine(model, speculative_config=NGRAM, **settings, **blocks) as llm:
-            assert_equal(expected, run(llm, asks, logits=True), asks)
+            assert_same(expected, run(llm, asks, logits=True), kept=False)
             assert all(drafts(llm))
 
 
@@ -191,7 +176,7 @@ def test_cached_prefixes_with_one_token_left(model):
         expected = run(llm, ONE_LEFT, logits=True)
     with evicting_engine(model, speculative_config=NGRAM, **NO_WINDOW, **CACHING, **SMALL_STEPS) as llm:
         for _ in range(2):
-            assert_equal(expected, run(llm, ONE_LEFT, logits=True), ONE_LEFT)
+            assert_same(expected, run(llm, ONE_LEFT, logits=True), kept=False)
         # The last one finds its prompt uncompressed, up to the window of its policy.
         assert metric(llm, "prefix_cache_hits") == 96 + 64 + 128
         assert all(drafts(llm))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.support.running import Ask, engine, evicting_engine, num_preemptions, run
+from tests.engine.support.running import Ask, engine, evicting_engine, num_preemptions, run, tokens_of
 
 LENGTHS = (300, 31, 500, 700, 33, 64)
 TOKENS = 64
@@ -12,29 +12,20 @@ def _asks(policy="full", budget=None):
     return [Ask(length, policy, budget, max_tokens=TOKENS) for length in LENGTHS]
 
 
-def _tokens(answers):
-    return [answer.tokens for answer in answers]
-
-
-@pytest.fixture(scope="module")
-def model(models):
-    return models("llama")
-
-
 @pytest.fixture(scope="module")
 def stock(model):
     with engine(model) as llm:
-        return _tokens(run(llm, _asks(), recorded=False))
+        return tokens_of(run(llm, _asks(), recorded=False))
 
 
 @pytest.mark.engine
 def test_budget_one_and_full(model, stock):
     with evicting_engine(model) as llm:
-        assert _tokens(run(llm, _asks())) == stock
-        assert _tokens(run(llm, _asks("ada-snapkv", 1.0))) == stock
+        assert tokens_of(run(llm, _asks())) == stock
+        assert tokens_of(run(llm, _asks("ada-snapkv", 1.0))) == stock
         # A budget that no prompt exceeds keeps everything, too; a small one does not.
-        assert _tokens(run(llm, _asks("snapkv", 700.0))) == stock
-        assert _tokens(run(llm, _asks("ada-snapkv", 0.2))) != stock
+        assert tokens_of(run(llm, _asks("snapkv", 700.0))) == stock
+        assert tokens_of(run(llm, _asks("ada-snapkv", 0.2))) != stock
 
 
 @pytest.mark.engine
@@ -42,7 +33,7 @@ def test_an_engine_without_the_flag_in_the_same_process(model, stock):
     with evicting_engine(model, eviction={"policy": "snapkv", "budget": 0.2}) as llm:
         run(llm, _asks("snapkv", 0.2))
     with engine(model) as plain:
-        assert _tokens(run(plain, _asks(), recorded=False)) == stock
+        assert tokens_of(run(plain, _asks(), recorded=False)) == stock
 
 
 @pytest.mark.engine
@@ -54,11 +45,11 @@ def test_preempted_and_chunked(model, stock):
         crowd = [Ask(400, max_tokens=200, seed=seed) for seed in range(1, 5)]
         answers = run(llm, [*_asks(), *crowd])
         assert num_preemptions(llm) > 0
-    assert _tokens(answers[: len(LENGTHS)]) == stock
+    assert tokens_of(answers[: len(LENGTHS)]) == stock
 
 
 @pytest.mark.engine
 def test_compiled(model, stock):
     with evicting_engine(model, enforce_eager=False) as llm:
-        assert _tokens(run(llm, _asks())) == stock
-        assert _tokens(run(llm, _asks("snapkv", 1.0))) == stock
+        assert tokens_of(run(llm, _asks())) == stock
+        assert tokens_of(run(llm, _asks("snapkv", 1.0))) == stock

@@ -7,10 +7,10 @@ import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
 
-from tests.engine.support.chunked import ChunkedModel, Rules
-from tests.engine.support.masked import masked_logits
+from tests.engine.support.chunked import ChunkedModel
+from tests.engine.support.masked import CLOSE, check_logits
 from tests.engine.support.running import Answer, Ask, evicting_engine, num_preemptions, run
-from vllm_kvevict.policies import EvictionConfig, take
+from vllm_kvevict.policies import EvictionConfig
 
 LAYERS = 4
 SMALL = {"max_num_seqs": 16, "max_model_len": 1024}
@@ -21,30 +21,17 @@ def server(**params: Any) -> dict[str, Any]:
     return {"policy": "take", "budget": 48, "take_chunk": 64, "take_probe": 16, "take_alpha": 0.3, **params}
 
 
-def rules_of(ask: Ask, options: dict[str, Any]) -> Rules:
+def config_of(ask: Ask, options: dict[str, Any]) -> EvictionConfig:
     params = {name: value for name, value in options.items() if name not in ("policy", "budget")}
-    budget = options["budget"] if ask.budget is None else ask.budget
-    kind = {"keep_ratio": budget} if budget <= 1 else {"budget": int(budget)}
-    config = EvictionConfig("take", **kind, **params)
-    return Rules(
-        chunk=config.params["take_chunk"],
-        probe=config.window_for(ask.length),
-        budget=config.budget_for(ask.length),
-        warmup_layers=take.warmup_layers(config, LAYERS),
-        warmup_budget=take.chunk_budget(config, ask.length, 0, LAYERS, last=False),
-        alpha=config.params["take_alpha"],
-        probes=config.params["take_guide"] == "prompt",
-    )
+    return dataclasses.replace(ask, budget=ask.budget or options["budget"]).config(**params)
 
 
 def check(model, options: dict[str, Any], ask: Ask, answer: Answer) -> None:
     """The same sets after every chunk, and the same logits, as the plain model has."""
-    plain = ChunkedModel(model, rules_of(ask, options))
+    plain = ChunkedModel(model, config_of(ask, options), ask.length)
     logits = plain.logits(ask.prompt, answer.tokens, answer.kept)
-    assert len(answer.kept) == len(plain.kept)
-    for mine, theirs in zip(answer.kept, plain.kept, strict=True):
-        assert mine == theirs
-    torch.testing.assert_close(answer.logits, logits, atol=1e-4, rtol=1e-4)
+    assert answer.kept == plain.kept
+    torch.testing.assert_close(answer.logits, logits, **CLOSE)
 
 
 # At most a chunk, a chunk and a token, exact multiples, a last chunk that must be moved, many chunks.
@@ -73,14 +60,12 @@ def test_equals_the_plain_model(models, params) -> None:
     with evicting_engine(model, eviction=options, **SMALL, max_num_batched_tokens=96) as llm:
         answers = run(llm, asks + others, logits=True)
     for ask, answer in zip(asks, answers, strict=False):
-        if ask.length > rules_of(ask, options).budget:
+        if ask.length > config_of(ask, options).budget_for(ask.length):
             check(model, options, ask, answer)
         else:
             assert not answer.kept
     for ask, answer in zip(others, answers[len(asks) :], strict=True):
-        kept = answer.kept[0] if answer.kept else {}
-        logits = masked_logits(model, ask.prompt, answer.tokens, kept, ask.length)
-        torch.testing.assert_close(answer.logits, logits, atol=1e-4, rtol=1e-4)
+        check_logits(model, ask, answer)
 
 
 @pytest.mark.engine

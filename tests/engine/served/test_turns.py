@@ -7,16 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.support.answers import CLOSE
-from tests.engine.support.masked import layer_inputs, masked_logits
-from tests.engine.support.running import (
-    Answer,
-    Ask,
-    evicting_engine,
-    plain_prompts,
-    run,
-)
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
+from tests.engine.support.masked import CLOSE, check_logits, expected_logits, layer_inputs
+from tests.engine.support.running import Answer, Ask, evicting_engine, plain_prompts, run
+from vllm_kvevict.policies import decide
 from vllm_kvevict.policies.registry import policies_for_parts
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
@@ -48,16 +41,6 @@ def check_kept(ask: Ask, answer: Answer) -> None:
         assert own == len(rows) * (end if end == ask.whole else int(RATIO * (end - begins)))
 
 
-def events_of(ask: Ask, answer: Answer) -> list[tuple[int, dict[int, list[list[int]]]]]:
-    return list(zip(ends_of(ask), answer.kept, strict=True))
-
-
-def check_logits(model: Path, ask: Ask, answer: Answer) -> None:
-    """The logits are those of the plain model that loses at each end what was not kept."""
-    expected = masked_logits(model, ask.prompt, answer.tokens, {}, 1, later=events_of(ask, answer))
-    torch.testing.assert_close(answer.logits, expected, **CLOSE)
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", ABLE)
 def test_each_policy(models, policy: str) -> None:
@@ -73,7 +56,7 @@ def test_each_policy(models, policy: str) -> None:
         prompts = plain_prompts(llm)
     for ask, answer in zip(asks, answers, strict=True):
         check_kept(ask, answer)
-        check_logits(model, ask, answer)
+        check_logits(model, ask, answer, ends_of(ask))
     check_choice(model, asks[0], answers[0], prompts)
     check_choice(model, asks[3], answers[3], prompts)
     # The control: had the second part kept other entries, the answer would be another.
@@ -82,77 +65,27 @@ def test_each_policy(models, policy: str) -> None:
     )
     with pytest.raises(AssertionError):
         check_kept(asks[0], moved)
-    kept_whole = masked_logits(
-        model, asks[0].prompt, answers[0].tokens, {}, 1, later=events_of(asks[0], answers[0])[:1]
-    )
-    assert not torch.allclose(answers[0].logits, kept_whole, **CLOSE)
+    evicted_once = dataclasses.replace(answers[0], kept=answers[0].kept[:1])
+    unlike = expected_logits(model, asks[0], evicted_once, ends_of(asks[0])[:1])
+    assert not torch.allclose(answers[0].logits, unlike, **CLOSE)
 
 
 def check_choice(model: Path, ask: Ask, answer: Answer, prompts: RepeatPrompts) -> None:
     """What was kept is what the policy chooses from the plain model's tensors."""
-    config = EvictionConfig(ask.policy, keep_ratio=RATIO)
-    events, weights = events_of(ask, answer), layer_inputs(model, ask.prompt, prompts)
+    config, ends = ask.config(), ends_of(ask)
+    events = list(zip(ends, answer.kept, strict=True))
     same = total = 0
-    for done, (begins, (end, kept)) in enumerate(zip([0, *(end for end, _ in events)], events, strict=False)):
+    for done, (begins, (end, kept)) in enumerate(zip([0, *ends], events, strict=False)):
         if end == ask.whole:
             continue
+        inputs = layer_inputs(model, ask.prompt[:end], prompts, begins, events[:done])
         part = config.for_part(end - begins, begins)
-        rows = prompts.rows(ask.prompt[:end], begins, end)
-        layers: dict[int, tuple[torch.Tensor, ...]] = {}
-        masked_logits(
-            model,
-            ask.prompt[:end],
-            [*rows, 0],
-            {},
-            1,
-            later=events[:done],
-            watch=lambda *x, layers=layers: layers.setdefault(x[0], x[1:]),
-        )
-        inputs = []
-        for layer, (query, key, scale, value) in sorted(layers.items()):
-            own = slice(begins, end)
-            stored = events[done - 1][1][layer] if done else None
-            inputs.append(
-                LayerInputs(
-                    query[:, own],
-                    key[:, own],
-                    value[:, own],
-                    scale=scale,
-                    q_all=query[:, own],
-                    w_o=weights[layer].w_o,
-                    rotary=weights[layer].rotary,
-                    repeated=repeated(query, key, scale, begins, end, stored),
-                    earlier_keys=[key[head, row] for head, row in enumerate(stored)] if stored else None,
-                    begins=begins,
-                )
-            )
         for layer, heads in enumerate(decide(part, inputs)):
             for head, chosen in enumerate(heads):
                 found = {x - begins for x in kept[layer][head] if x >= begins}
                 same, total = same + len(found & set(chosen.tolist())), total + len(chosen)
     # Scores of two implementations of a model differ in their last bits, and some are nearly equal.
     assert same >= 0.99 * total
-
-
-def repeated(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    scale: float,
-    begins: int,
-    end: int,
-    stored: list[list[int]] | None,
-) -> torch.Tensor:
-    """The most attention that each token of a part receives when it is repeated as one chunk, [KV heads, tokens]."""
-    most, group = [], len(query) // len(key)
-    count = query.shape[1] - 1 - end
-    for head, keys in enumerate(key):
-        first = [] if stored is None else stored[head][:4]
-        seen = torch.tensor([*first, *range(begins, end), *range(end, end + count)])
-        later = torch.ones(count, len(seen), dtype=torch.bool).triu(1 + len(seen) - count)
-        logits = query[head * group : (head + 1) * group, end:-1] @ keys[seen].T * scale
-        attention = logits.masked_fill(later, float("-inf")).softmax(-1)
-        most.append(attention[:, :, len(first) : len(first) + end - begins].amax((0, 1)))
-    return torch.stack(most)
 
 
 @pytest.mark.engine

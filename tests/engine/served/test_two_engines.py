@@ -19,11 +19,6 @@ REFUSAL = (
 ASKS = [Ask(300, "snapkv", 0.2, max_tokens=8)]
 
 
-@pytest.fixture(scope="module")
-def model(models):
-    return models("llama")
-
-
 @pytest.mark.engine
 def test_a_second_engine_is_refused_and_the_first_goes_on(model):
     with evicting_engine(model, **SMALL) as first:

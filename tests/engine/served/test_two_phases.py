@@ -61,7 +61,7 @@ def test_an_answer_is_evicted(models, tmp_path: Path) -> None:
         tokens = answer.tokens
         for after, is_alike in (([PROMPT, second], True), ([PROMPT], False)):
             mask = seen(after, PROMPT + ANSWER)
-            expected_logits = masked_logits(model, answer.prompt, tokens, {}, PROMPT, seen=mask)
+            expected_logits = masked_logits(model, answer.prompt, tokens, seen=mask)
             assert torch.allclose(answer.logits, expected_logits, atol=1e-4) == is_alike
 
 

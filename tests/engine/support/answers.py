@@ -1,17 +1,15 @@
 """What of an answer that is evicted while it is written must hold, whatever the engine does beside."""
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.engine.support.masked import masked_logits
+from tests.engine.support.masked import check_logits, expected_logits
 from tests.engine.support.running import Answer, Ask
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
-
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 Kept = dict[int, list[list[int]]]
 """By layer, for each KV head the positions that stay."""
@@ -52,30 +50,31 @@ class Rules:
         prompts = answer.kept[: len(answer.kept) - len(at)]
         return prompts, list(zip(at, answer.kept[len(prompts) :], strict=True))
 
-    def expected_logits(
-        self,
-        model: Path,
-        ask: Ask,
-        answer: Answer,
-        watch: Callable[..., None] | None = None,
-        prompt_positions: tuple[int, ...] = (),
-    ) -> torch.Tensor:
-        """What the plain model says that sees what was kept.
+    def all_positions(self, ask: Ask, answer: Answer, of_prompt: Sequence[int] = ()) -> list[int]:
+        """After how many tokens a request that ran once was evicted each time.
 
         Args:
-            prompt_positions: after how many tokens the prompt was evicted, if more than once.
+            of_prompt: its prompt, if more than once.
         """
-        prompts, later = self.split(ask, answer)
-        at = prompt_positions or (ask.evicted_to,)
-        events = [*zip(at, prompts, strict=bool(prompts)), *later]
-        return masked_logits(model, ask.prompt, answer.tokens, {}, at[0], later=events, watch=watch)
+        prompts, _ = self.split(ask, answer)
+        return [*(of_prompt or [ask.evicted_to])[: len(prompts)], *self.positions(ask)]
 
-    def check_logits(
-        self, model: Path, ask: Ask, answer: Answer, prompt_positions: tuple[int, ...] = ()
+    def check(
+        self,
+        model: Path,
+        asks: Sequence[Ask],
+        answers: Sequence[Answer],
+        of_prompts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """An answer's logits are those of the plain model that sees what was kept, and of none that sees more."""
-        expected = self.expected_logits(model, ask, answer, prompt_positions=prompt_positions)
-        torch.testing.assert_close(answer.logits, expected, **CLOSE)
+        """As much was kept as should be, and the logits are those of the plain model that sees that.
+
+        Args:
+            of_prompts: by index of a request, after how many tokens its prompt was evicted, if more than once.
+        """
+        for index, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
+            self.check_totals(ask, answer)
+            at = self.all_positions(ask, answer, (of_prompts or {}).get(index, ()))
+            check_logits(model, ask, answer, at)
 
     def check_totals(self, ask: Ask, answer: Answer) -> None:
         """All of the prompt's entries stay, and exactly the budget of the answer's."""
@@ -96,9 +95,8 @@ class Rules:
     def check_choice(self, model: Path, config: EvictionConfig, ask: Ask, answer: Answer) -> None:
         """What was kept is what the policy chooses from the plain model's queries and keys."""
         seen: dict[int, tuple] = {}
-        self.expected_logits(
-            model, ask, answer, watch=lambda layer, *tensors: seen.setdefault(layer, tensors)
-        )
+        at = self.all_positions(ask, answer)
+        expected_logits(model, ask, answer, at, watch=lambda layer, *of: seen.update({layer: of}))
         _, later = self.split(ask, answer)
         before = {layer: [list(range(ask.length, later[0][0]))] * len(x) for layer, x in later[0][1].items()}
         same = total = 0
@@ -121,10 +119,3 @@ class Rules:
             }
         # Scores of two implementations of a model differ in their last bits, and some are nearly equal.
         assert same >= 0.995 * total
-
-
-def assert_same(asks: list[Ask], expected: list[Answer], answers: list[Answer]) -> None:
-    """The same tokens from the same entries."""
-    for ask, one, other in zip(asks, expected, answers, strict=True):
-        assert one.kept == other.kept, ask
-        assert one.tokens == other.tokens, ask

@@ -1,29 +1,19 @@
 """The model as Hugging Face defines it, run chunk by chunk as `take` prescribes, with a cache of plain tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from vllm_kvevict.policies import EvictionConfig, take
+
+KERNEL = 5
+"""Neighbours whose scores are averaged."""
 Positions = dict[int, list[list[int]]]
 """By layer, for each KV head."""
-
-
-@dataclass
-class Rules:
-    """The parameters of `take`; budget and warmup_budget in tokens per KV head."""
-
-    chunk: int
-    probe: int
-    budget: int
-    warmup_layers: int
-    warmup_budget: int
-    alpha: float
-    kernel: int = 5
-    probes: bool = True
 
 
 @dataclass
@@ -36,13 +26,17 @@ class Cache:
     probe: torch.Tensor | None = None
 
 
-@dataclass
 class ChunkedModel:
     """Attributes: kept, by chunk what every layer stores after it."""
 
-    model: Path
-    rules: Rules
-    kept: list[Positions] = field(default_factory=list)
+    def __init__(self, model: Path, config: EvictionConfig, n: int):
+        layers = AutoConfig.from_pretrained(model).num_hidden_layers
+        self.model, self.chunk, self.alpha = model, config.params["take_chunk"], config.params["take_alpha"]
+        self.probe, self.budget = config.window_for(n), config.budget_for(n)
+        self.warmup_layers = take.warmup_layers(config, layers)
+        self.warmup_budget = take.chunk_budget(config, n, 0, layers, last=False)
+        self.probes = config.params["take_guide"] == "prompt"
+        self.kept: list[Positions] = []
 
     def logits(self, prompt: list[int], generated: list[int], observed: Sequence[Positions]) -> torch.Tensor:
         """Logits from which each generated token was chosen, [generated, vocabulary].
@@ -51,7 +45,7 @@ class ChunkedModel:
             observed: by chunk what another implementation stores after it. Where the two differ by entries whose
                 scores are as good as equal, this one goes on with the other's.
         """
-        rules, n = self.rules, len(prompt)
+        n = len(prompt)
         caches: dict[int, Cache] = {}
         state = {"probe": 0, "last": False, "chunk": 0}
 
@@ -71,7 +65,7 @@ class ChunkedModel:
             for head in cache.positions:
                 head.extend(range(state["start"], state["start"] + stored))
             if state["evicts"]:
-                self._evict(layer, caches, query[:, -rules.probe :].double(), scaling, n, state, observed)
+                self._evict(layer, caches, query[:, -self.probe :].double(), scaling, n, state, observed)
             return (weights @ values.repeat_interleave(group, 0)).transpose(0, 1)[None].contiguous(), weights
 
         ALL_ATTENTION_FUNCTIONS.register("chunked", attention)
@@ -84,15 +78,15 @@ class ChunkedModel:
                 ids, places = torch.tensor([tokens]), torch.tensor([positions])
                 return network(ids, position_ids=places, use_cache=False).logits[0]
 
-        stops = [min(stop, n - rules.probe) for stop in range(rules.chunk, n, rules.chunk)] + [n]
+        stops = [min(stop, n - self.probe) for stop in range(self.chunk, n, self.chunk)] + [n]
         start = 0
         for chunk, stop in enumerate(stops):
             last = stop == n
             ids, positions = prompt[start:stop], list(range(start, stop))
-            if not last and rules.probes:
-                ids, positions = ids + prompt[n - rules.probe :], positions + list(range(n - rules.probe, n))
+            if not last and self.probes:
+                ids, positions = ids + prompt[n - self.probe :], positions + list(range(n - self.probe, n))
             state = {
-                "probe": rules.probe * (not last and rules.probes),
+                "probe": self.probe * (not last and self.probes),
                 "last": last,
                 "chunk": chunk,
                 "start": start,
@@ -107,25 +101,25 @@ class ChunkedModel:
 
     def _evict(self, layer, caches, queries, scaling, n, state, observed) -> None:
         """Average the probe's queries; choose, unless a higher layer does so for this one."""
-        rules, cache = self.rules, caches[layer]
-        if layer < rules.warmup_layers - 1:
+        cache = caches[layer]
+        if layer < self.warmup_layers - 1:
             return
-        if cache.probe is None or not rules.probes:
+        if cache.probe is None or not self.probes:
             cache.probe = queries
         else:
-            cache.probe = rules.alpha * cache.probe + (1 - rules.alpha) * queries
-        budget = rules.budget if state["last"] or layer >= rules.warmup_layers else rules.warmup_budget
+            cache.probe = self.alpha * cache.probe + (1 - self.alpha) * queries
+        budget = self.budget if state["last"] or layer >= self.warmup_layers else self.warmup_budget
         stored = cache.keys.shape[1]
         indices = [list(range(stored)) for _ in cache.keys]
         if stored > budget:
-            protected = rules.probe if state["last"] else 0
+            protected = self.probe if state["last"] else 0
             group = len(cache.probe) // len(cache.keys)
             for head, keys in enumerate(cache.keys.double()):
                 rows = cache.probe[head * group : (head + 1) * group] @ keys[: stored - protected].T * scaling
                 scores = rows.softmax(-1).mean((0, 1)).tolist()
-                near = range(-(rules.kernel // 2), rules.kernel // 2 + 1)
+                near = range(-(KERNEL // 2), KERNEL // 2 + 1)
                 pooled = [
-                    sum(scores[i + j] for j in near if 0 <= i + j < len(scores)) / rules.kernel
+                    sum(scores[i + j] for j in near if 0 <= i + j < len(scores)) / KERNEL
                     for i in range(len(scores))
                 ]
                 best = sorted(range(len(pooled)), key=lambda i: (-pooled[i], i))[: budget - protected]
@@ -139,7 +133,7 @@ class ChunkedModel:
                     close = [pooled[i] for i in swapped]
                     assert max(close) - min(close) <= 1e-5 * max(close), (layer, head, state, swapped)
                 indices[head] = theirs
-        for lower in range(layer + 1) if layer == rules.warmup_layers - 1 else (layer,):
+        for lower in range(layer + 1) if layer == self.warmup_layers - 1 else (layer,):
             other = caches[lower]
             picks = torch.tensor(indices)
             pick = picks[:, :, None].expand(-1, -1, other.keys.shape[2])

@@ -1,8 +1,8 @@
 """Requests through the official client, and what a server shows of them."""
 
 import random
-import re
 import time
+from typing import Any
 
 import httpx
 
@@ -23,6 +23,14 @@ def complete(client, prompt, max_tokens=12, fields=None, **settings):
         extra_body=extra,
         **settings,
     )
+
+
+def post(server, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    """What a server answers to a request, which it must with this status: text if that is no success."""
+    settings = {"model": server.model, "temperature": 0}
+    answer = httpx.post(f"{server.url}{path}", json={**settings, **body}, timeout=240)
+    assert answer.status_code == status, (path, answer.text)
+    return answer.json() if status == 200 else answer.text
 
 
 def text_of(*args, **settings) -> str:
@@ -47,8 +55,5 @@ def evictions(server, count, start):
 
 def idle(server) -> bool:
     """Whether the server holds nothing but cached prefixes."""
-    numbers = server.metrics()
-    usage = re.search(r"^vllm:kv_cache_usage_perc.* (\S+)$", httpx.get(f"{server.url}/metrics").text, re.M)
-    cached = numbers['cached_pages{rank="0"}'] + numbers['cached_uncompressed_pages{rank="0"}']
-    held = numbers['physical_pages{rank="0"}'] - cached
-    return held == numbers['logical_kv_tokens{rank="0"}'] == float(usage[1]) == 0
+    seen = server.snapshot()
+    return seen.request_pages == seen.logical_entries == seen.kv_usage == 0

@@ -22,8 +22,9 @@ import tests.conftest
 import tests.engine.conftest  # noqa: F401  # both say how engines run here, before vLLM is imported
 from benchmarks.harness.models import make_model
 from tests.engine.support.families import FAMILIES, Family
-from tests.engine.support.masked import evicted_layers, masked_logits
+from tests.engine.support.masked import evicted_layers, expected_logits, masked_logits
 from tests.engine.support.multimodal import AskWithImages, make_multimodal_model
+from tests.engine.support.refused import save_config
 from tests.engine.support.running import Answer, Ask, engine, evicting_engine, run
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.kernels.processor import level
@@ -107,12 +108,10 @@ def _difference(model: Path, asks: Sequence[Ask], answers: Sequence[Answer]) -> 
     """The largest difference to the masked model; one that sees everything must differ more."""
     largest = 0.0
     for ask, answer in zip(asks, answers, strict=True):
-        kept, length = answer.kept[0], len(answer.prompt)
         with_images = isinstance(ask, AskWithImages)
         images = ask.inputs(model, answer.prompt + answer.tokens) if with_images else None
-        masked = masked_logits(model, answer.prompt, answer.tokens, kept, length, images=images)
-        everything = {layer: [range(length)] * len(heads) for layer, heads in kept.items()}
-        seeing = masked_logits(model, answer.prompt, answer.tokens, everything, length, images=images)
+        masked = expected_logits(model, ask, answer, [len(answer.prompt)], images=images)
+        seeing = masked_logits(model, answer.prompt, answer.tokens, images=images)
         difference = float((answer.logits - masked).abs().max())
         assert float((answer.logits - seeing).abs().max()) > 10 * difference, (
             "it is all the same to the model"
@@ -122,15 +121,12 @@ def _difference(model: Path, asks: Sequence[Ask], answers: Sequence[Answer]) -> 
 
 
 def _refusal(family: Family, folder: Path) -> str:
-    config = AutoConfig.for_model(family.model_type, **family.settings)
-    config.architectures = [family.architecture]
-    config.save_pretrained(folder / family.model_type)
+    model = save_config(folder / family.model_type, family.model_type, family.architecture, family.settings)
+    args = EngineArgs(model, kv_eviction="snapkv", skip_tokenizer_init=True, dtype="bfloat16")
     try:
-        EngineArgs(
-            str(folder / family.model_type), kv_eviction="snapkv", skip_tokenizer_init=True, dtype="bfloat16"
-        ).create_engine_config()
+        args.create_engine_config()
     except KVEvictionError as error:
-        return str(error).replace(f" ({folder / family.model_type})", "")
+        return str(error).replace(f" ({model})", "")
     raise AssertionError("it is not refused")
 
 

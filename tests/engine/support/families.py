@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.engine.support.refused import MODELS, SMALL
+
 
 @dataclass(frozen=True)
 class Family:
@@ -28,16 +30,6 @@ class Family:
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-}
 FAMILIES = [
     Family("llama", "Llama 2, 3, 3.1; Yi; DeepSeek LLM"),
     Family("mistral", "Mistral 7B, Mistral Nemo", {"sliding_window": None}),
@@ -88,13 +80,14 @@ FAMILIES = [
     Family("qwen3_vl", "Qwen3-VL", reads_images=True),
     Family("gemma3", "Gemma 3 with images", {"text_config": {**SMALL, "model_type": "gemma3_text"}},
            architecture="Gemma3ForConditionalGeneration"),
-    Family("deepseek_v2", "DeepSeek V2, V3, R1; Kimi K2",
-           {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512,
-            "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
-           architecture="DeepseekV2ForCausalLM"),
-    Family("llama4_text", "Llama 4", SMALL | {"attention_chunk_size": 128}, architecture="Llama4ForCausalLM"),
-    Family("bloom", "BLOOM", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, architecture="BloomForCausalLM"),
-    Family("mamba", "Mamba", {"hidden_size": 64, "num_hidden_layers": 2}, architecture="MambaForCausalLM"),
-    Family("bert", "BERT", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                            "vocab_size": 512}, architecture="BertModel"),
+    *(
+        Family(MODELS[refused][0], known_as, MODELS[refused][2], architecture=MODELS[refused][1])
+        for refused, known_as in (
+            ("MLA", "DeepSeek V2, V3, R1; Kimi K2"),
+            ("chunked attention", "Llama 4"),
+            ("ALiBi", "BLOOM"),
+            ("without full attention", "Mamba"),
+            ("pooling", "BERT"),
+        )
+    ),
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.harness.measure import RESULTS, save
+from benchmarks.harness.soaking import Requirement
 from tests.engine.support.loads import ANSWER_POLICIES, PROMPT_POLICIES, Ask, Load
 from tests.engine.support.overtaking import MOST_OVERTAKEN, Overtaking
 from tests.engine.support.servers import (
@@ -31,7 +32,6 @@ from tests.engine.support.servers import (
     Setup,
     deepest,
     make_config,
-    make_request,
     make_scheduler,
     options_of,
     surroundings,
@@ -414,9 +414,7 @@ def check(setup: Setup, ask: Ask) -> Request:
     plan = options.plan(ask.prompt, ask.extra_args)
     check_length(plan, setup.max_model_len)
     check_fits(config, options, plan, ask.prompt, ask.min_tokens)
-    return make_request(
-        ask.name, ask.tokens, ask.output, ask.extra_args, ask.priority, ask.arrival, ask.salt, ask.adapter
-    )
+    return ask.request()
 
 
 # Invariants.
@@ -711,24 +709,18 @@ def save_figures(name: str, found: dict[str, Any]) -> None:
     path = RESULTS / f"{RECORD}.json"
     kinds = json.loads(path.read_text())["results"]["kinds"] if path.exists() else {}
     kinds = dict(sorted((kinds | {name: found}).items()))
-    worst = {
-        "servers on which a request did not end, or broke a rule": (
-            sum(len(x["failures"]) for x in kinds.values()),
-            0,
+    failures = sum(len(x["failures"]) for x in kinds.values())
+    worst = [
+        Requirement("servers on which a request did not end, or broke a rule", failures),
+        *(
+            Requirement(what, max(x[figure] for x in kinds.values()), bound)
+            for what, figure, bound in (
+                ("most preemptions of one request", "most_preemptions", MOST_PREEMPTIONS),
+                ("most steps that admitted others before a request", "most_overtaken", MOST_OVERTAKEN),
+            )
         ),
-        "most preemptions of one request": (
-            max(x["most_preemptions"] for x in kinds.values()),
-            MOST_PREEMPTIONS,
-        ),
-        "most steps that admitted others before a request": (
-            max(x["most_overtaken"] for x in kinds.values()),
-            MOST_OVERTAKEN,
-        ),
-    }
-    targets = [
-        {"name": what, "value": value, "bound": bound, "at_most": True, "met": value <= bound}
-        for what, (value, bound) in worst.items()
     ]
+    targets = [requirement.as_record() for requirement in worst]
     command = ["python", "-m", "tests.engine.support.hostile_loads", *sys.argv[1:]]
     save(RECORD, machine.record(command, {"targets": targets, "kinds": kinds}))
 

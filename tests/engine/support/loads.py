@@ -61,6 +61,19 @@ class Ask:
             return self.prompt
         return _text(self.document, self.prompt)
 
+    def request(self) -> Request:
+        """As the scheduler gets it."""
+        return make_request(
+            self.name,
+            self.tokens,
+            self.output,
+            self.extra_args,
+            self.priority,
+            self.arrival,
+            self.salt,
+            self.adapter,
+        )
+
 
 def _text(number: int, tokens: int) -> list[int]:
     """The beginning of a document, or of an answer."""
@@ -247,7 +260,7 @@ def play(load: Load, seed: int, repeats: bool = False, kind: type[Simulation] = 
     for step in range(last_event + 1):
         for ask in load.asks:
             if ask.arrival == step:
-                simulation.add(_request(ask))
+                simulation.add(ask.request())
         for name in load.aborts.get(step, ()):
             simulation.abort(name)
         if step in load.resets:
@@ -255,16 +268,3 @@ def play(load: Load, seed: int, repeats: bool = False, kind: type[Simulation] = 
         simulation.step()
     simulation.run(limit)
     return simulation
-
-
-def _request(ask: Ask) -> Request:
-    return make_request(
-        ask.name,
-        ask.tokens,
-        ask.output,
-        ask.extra_args,
-        ask.priority,
-        arrival=ask.arrival,
-        salt=ask.salt,
-        adapter=ask.adapter,
-    )

@@ -3,13 +3,15 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm import EngineArgs
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 
+from tests.engine.support.running import CLOSE, Answer, Ask
 from vllm_kvevict.policies import LayerInputs, Rotary
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
@@ -17,31 +19,33 @@ WIDER = {"cohere2": 1}
 """Models whose windows have more tokens in vLLM than in Hugging Face's code, as they were trained."""
 INTERLEAVED = ("glm4",)
 """Models whose rotary embedding turns neighbouring dimensions together."""
+SINKS = 4
+"""First tokens that rows which repeat a chunk see besides."""
+
+Kept = Mapping[int, Sequence[Sequence[int]]]
+"""By layer that is evicted, for each KV head the positions that stay."""
+Events = Sequence[tuple[int, Kept]]
+"""Evictions in their order: after how many tokens, and what stays of them."""
 
 
 def masked_logits(
     model: Path,
     prompt: list[int],
     generated: list[int],
-    kept: dict[int, list[list[int]]],
-    evicted_at: int,
+    events: Events = (),
+    *,
     dtype: torch.dtype = torch.float32,
     seen: torch.Tensor | None = None,
-    window: int | None = None,
     images: Mapping[str, torch.Tensor] | None = None,
-    later: Sequence[tuple[int, dict[int, list[list[int]]]]] = (),
-    watch: Callable[[int, torch.Tensor, torch.Tensor, float, torch.Tensor], None] | None = None,
+    watch: Callable[[int, torch.Tensor, torch.Tensor, float, torch.Tensor], Any] | None = None,
 ) -> torch.Tensor:
     """Logits from which each generated token was chosen, [generated, vocabulary].
 
     Args:
-        kept: by layer that is evicted, for each KV head the positions below ``evicted_at`` that later rows may see.
-        evicted_at: rows from this position on see kept entries only.
+        events: evictions; the rows behind each see only what it keeps.
         seen: bool [tokens, tokens], what each row may see besides; None: whatever is not behind it.
-        window: of layers that have one, instead of the model's own.
         images: what a model that reads images is given beside the prompt's tokens.
-        later: further evictions, each as ``evicted_at`` and ``kept``.
-        watch: is given each layer's queries, keys ([heads, tokens, d]), scale and values.
+        watch: is given the queries, keys ([heads, tokens, d]), scale and values of each layer that is evicted.
     """
     layers = evicted_layers(model)
 
@@ -54,12 +58,12 @@ def masked_logits(
         if seen is not None:
             visible &= seen
         if sliding_window is not None:
-            width = window or sliding_window + WIDER.get(module.config.model_type, 0)
+            width = sliding_window + WIDER.get(module.config.model_type, 0)
             visible &= torch.ones(n, n, dtype=torch.bool).triu(1 - width)
         evicted = layers.index(module.layer_idx) if module.layer_idx in layers else None
         if watch is not None and evicted is not None:
             watch(evicted, query[0], key[0], scaling, value[0])
-        for position, stays in ((evicted_at, kept), *later):
+        for position, stays in events:
             for head, positions in enumerate(stays.get(evicted, ())):
                 gone = torch.ones(position, dtype=torch.bool)
                 gone[positions] = False
@@ -76,27 +80,25 @@ def masked_logits(
         return (weights @ value).transpose(1, 2).contiguous(), weights
 
     ALL_ATTENTION_FUNCTIONS.register("masked", attention)
-    # vLLM serves some models by Hugging Face's own classes, and changes these for the whole process.
-    with set_current_vllm_config(_plain_config(model)):
-        network = _network(model, dtype, with_images=images is not None)
+    network = _network(model, dtype, with_images=images is not None)
     with torch.inference_mode():
         logits = network(torch.tensor([prompt + generated]), use_cache=False, **(images or {})).logits[0]
     return logits[len(prompt) - 1 : -1].float()
 
 
+@functools.lru_cache(maxsize=4)
 def _network(model: Path, dtype: torch.dtype, with_images: bool) -> torch.nn.Module:
     """The model, in whose text attention is masked; encoders of images see all of them."""
-    if not with_images:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="masked")
-    attention = {"text_config": "masked", "vision_config": "eager"}
-    return AutoModelForImageTextToText.from_pretrained(model, dtype=dtype, attn_implementation=attention)
+    # vLLM serves some models by Hugging Face's own classes, and changes these for the whole process.
+    config = EngineArgs(str(model), dtype="float32", enforce_eager=True).create_engine_config()
+    with set_current_vllm_config(config):
+        if not with_images:
+            return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="masked")
+        attention = {"text_config": "masked", "vision_config": "eager"}
+        return AutoModelForImageTextToText.from_pretrained(model, dtype=dtype, attn_implementation=attention)
 
 
 @functools.cache
-def _plain_config(model: Path) -> VllmConfig:
-    return EngineArgs(str(model), dtype="float32", enforce_eager=True).create_engine_config()
-
-
 def evicted_layers(model: Path) -> list[int]:
     """Numbers of the model's layers that see the whole text."""
     config = AutoConfig.from_pretrained(model).get_text_config()
@@ -104,93 +106,111 @@ def evicted_layers(model: Path) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind in ("attention", "full_attention", "hybrid")]
 
 
-def layer_inputs(model: Path, prompt: list[int], prompts: RepeatPrompts) -> list[LayerInputs]:
-    """What policies may read of each layer when the prompt has been computed, and repeated at once."""
-    seen = []
+def expected_logits(
+    model: Path, ask: Ask, answer: Answer, at: Sequence[int] = (), **settings: Any
+) -> torch.Tensor:
+    """What the plain model says that loses whatever an answer's evictions did not keep.
 
-    def attention(module, query, key, value, attention_mask, scaling, **_):
-        seen.append((query[0], key[0], value[0], scaling))
-        group = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        result = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, scale=scaling, is_causal=True
+    Args:
+        at: after how many tokens it was evicted each time; without them at most once, in its prompt.
+        settings: of :func:`masked_logits`.
+    """
+    events = list(zip(at or [ask.evicted_to], answer.kept, strict=bool(answer.kept)))
+    return masked_logits(model, answer.prompt, answer.tokens, events, **settings)
+
+
+def check_logits(
+    model: Path,
+    ask: Ask,
+    answer: Answer,
+    at: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
+    **tolerance: float,
+) -> None:
+    """An answer's logits are those of the plain model that sees what was kept, and nothing else."""
+    expected = expected_logits(model, ask, answer, at, dtype=dtype)
+    torch.testing.assert_close(answer.logits, expected, **(tolerance or CLOSE))
+
+
+def layer_inputs(
+    model: Path,
+    prompt: list[int],
+    prompts: RepeatPrompts,
+    begins: int = 0,
+    events: Events = (),
+    chunk: int | None = None,
+    sees: str = "all",
+) -> list[LayerInputs]:
+    """What policies may read of each layer of a prompt, from a token on, once that was computed and repeated.
+
+    Args:
+        events: evictions of what is before.
+        chunk: tokens that are repeated at once; None: all.
+        sees: what the rows that repeat a chunk attend to: all, or the chunk, the sinks and themselves.
+    """
+    n, stored = len(prompt), events[-1][1] if events else {}
+    tensors: dict[int, tuple[Any, ...]] = {}
+    most: dict[int, list[torch.Tensor]] = {}
+    for start in range(begins, n, chunk or n):
+        part = range(start, min(start + (chunk or n), n))
+        rows = prompts.rows(prompt, start, part.stop)
+        seen = None
+        if sees == "chunk":
+            seen = torch.ones(n + len(rows), n + len(rows), dtype=torch.bool)
+            seen[n:, :n] = False
+            seen[n:, [*range(min(SINKS, start)), *part]] = True
+        masked_logits(
+            model, prompt + rows, [], events, seen=seen, watch=lambda layer, *of: tensors.update({layer: of})
         )
-        return result.transpose(1, 2).contiguous(), None
-
-    ALL_ATTENTION_FUNCTIONS.register("watched", attention)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="watched")
+        for layer, (query, key, scale, _) in tensors.items():
+            sinks = (
+                [row[:SINKS] for row in stored[layer]] if stored else [range(min(SINKS, start))] * len(key)
+            )
+            most.setdefault(layer, []).append(_most_attention(query, key, scale, sinks, part, len(rows)))
+    network = _network(model, torch.float32, with_images=False)
     with torch.inference_mode():
-        network(torch.tensor([prompt]), use_cache=False)
-        tables = network.model.rotary_emb(torch.zeros(1), torch.arange(len(prompt))[None])
+        tables = network.model.rotary_emb(torch.zeros(1), torch.arange(n)[None])
     # Hugging Face repeats them for the other half of the dimensions.
     cos, sin = (table[0, :, : table.shape[2] // 2] for table in tables)
-    interleaved = network.config.model_type in INTERLEAVED
-    again = repeated(model, prompt, lambda *chunk: prompts.rows(prompt, *chunk), len(prompt))
     inputs = []
-    for layer, most, (query, key, value, scaling) in zip(network.model.layers, again, seen, strict=True):
-        w_o = layer.self_attn.o_proj.weight.T.unflatten(0, (query.shape[0], -1))
+    for layer, (query, key, scale, value) in sorted(tensors.items()):
+        own_query, own_key, own_value = (x[:, begins:n] for x in (query, key, value))
+        w_o = network.model.layers[layer].self_attn.o_proj.weight.T.unflatten(0, (len(query), -1))
         inputs.append(
             LayerInputs(
-                query,
-                key,
-                value,
-                scale=scaling,
-                q_all=query,
+                own_query,
+                own_key,
+                own_value,
+                scale=scale,
+                q_all=own_query,
                 w_o=w_o.detach(),
-                rotary=Rotary(cos, sin, interleaved),
-                repeated=most,
+                rotary=Rotary(cos, sin, network.config.model_type in INTERLEAVED),
+                repeated=torch.cat(most[layer], 1),
+                earlier_keys=[key[head, row] for head, row in enumerate(stored[layer])] if stored else None,
+                begins=begins,
             )
         )
     return inputs
 
 
-def repeated(
-    model: Path,
-    prompt: list[int],
-    rows_of: Callable[[int, int], list[int]],
-    chunk: int,
-    sees: str = "all",
-    sinks: int = 4,
+def _most_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    sinks: Sequence[Sequence[int]],
+    part: Sequence[int],
+    rows: int,
 ) -> torch.Tensor:
-    """The most attention that each token of a prompt receives when it is repeated, fp32 [layers, KV heads, tokens].
+    """The most attention that each token of a part receives from the last rows, [KV heads, tokens].
 
-    The model reads the prompt and the rows of a chunk at once; from that attention over fewer keys is computed.
-
-    Args:
-        rows_of: token ids of the rows that repeat tokens [start, stop).
-        chunk: tokens of one.
-        sees: what the rows attend to: all, or the chunk, the sinks and themselves.
+    It is taken over the part, the sinks of each KV head before it, and the rows themselves.
     """
-    n, parts = len(prompt), []
-    for start in range(0, n, chunk):
-        stop = min(start + chunk, n)
-        rows = rows_of(start, stop)
-        ours = torch.zeros(n + len(rows), dtype=torch.bool)
-        ours[: min(sinks, start)] = ours[start:stop] = ours[n:] = True
-        parts.append(_repeated_chunk(model, prompt + rows, n, ours, sees)[:, :, start:stop])
-    return torch.cat(parts, 2)
-
-
-def _repeated_chunk(model: Path, tokens: list[int], n: int, ours: torch.Tensor, sees: str) -> torch.Tensor:
-    """The same of one chunk, for every token of the prompt; `ours` [tokens] are those over which attention is taken."""
-    layers = []
-
-    def attention(module, query, key, value, attention_mask, scaling, **_):
-        heads, total = key.shape[1], len(tokens)
-        key, value = (x.repeat_interleave(query.shape[1] // heads, dim=1) for x in (key, value))
-        causal = torch.ones(total, total, dtype=torch.bool).tril()
-        narrow = causal.clone()
-        narrow[n:] &= ours
-        logits = query @ key.transpose(2, 3) * scaling
-        narrowed = logits.masked_fill(~narrow, float("-inf")).softmax(-1)
-        layers.append(narrowed[0, :, n:, :n].amax(1).unflatten(0, (heads, -1)).amax(1))
-        weights = narrowed if sees == "chunk" else logits.masked_fill(~causal, float("-inf")).softmax(-1)
-        return (weights @ value).transpose(1, 2).contiguous(), weights
-
-    ALL_ATTENTION_FUNCTIONS.register("repeating", attention)
-    network = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="repeating"
-    )
-    with torch.inference_mode():
-        network(torch.tensor([tokens]), use_cache=False)
-    return torch.stack(layers)
+    most, group = [], len(query) // len(key)
+    for head, keys in enumerate(key):
+        first = len(sinks[head])
+        places = torch.tensor([*sinks[head], *part, *range(len(keys) - rows, len(keys))])
+        later = torch.ones(rows, len(places), dtype=torch.bool).triu(1 + len(places) - rows)
+        logits = query[head * group : (head + 1) * group, -rows:] @ keys[places].T * scale
+        attention = logits.masked_fill(later, float("-inf")).softmax(-1)
+        most.append(attention[:, :, first : first + len(part)].amax((0, 1)))
+    return torch.stack(most)

@@ -51,6 +51,7 @@ CLIP = {
     "projection_dim": 64,
 }
 QWEN_VISION = {"depth": 2, "num_heads": 2, "patch_size": PATCH}
+NEWER_VISION = QWEN_VISION | {"hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128}
 QWEN_MARKS = {
     "image_token_id": MARKS["<|image_pad|>"],
     "video_token_id": MARKS["<|video_pad|>"],
@@ -100,14 +101,7 @@ SHAPES = {
         {"model_type": "qwen2_5_vl_text", "rope_parameters": MROPE},
         {
             **QWEN_MARKS,
-            "vision_config": {
-                **QWEN_VISION,
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "out_hidden_size": 128,
-                "window_size": 4 * PATCH,
-                "fullatt_block_indexes": [1],
-            },
+            "vision_config": NEWER_VISION | {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]},
         },
         Qwen2_5_VLProcessor,
     ),
@@ -116,14 +110,7 @@ SHAPES = {
         {"model_type": "qwen3_vl_text", "rope_parameters": {**MROPE, "mrope_interleaved": True}},
         {
             **QWEN_MARKS,
-            "vision_config": {
-                **QWEN_VISION,
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "out_hidden_size": 128,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0],
-            },
+            "vision_config": NEWER_VISION | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         },
         Qwen3VLProcessor,
     ),

@@ -26,57 +26,6 @@ ROOT = Path(__file__).parents[3]
 WAIT = 240
 
 
-ASK_FOR_NODES = """
-import ray, time
-
-ray.init()
-while len(nodes := ray.nodes()) < 2:
-    time.sleep(0.1)
-print("NODES", *sorted(node["NodeManagerAddress"] for node in nodes))
-"""
-
-
-def run_lines(folder: Path, lines: Sequence[str]) -> str:
-    """Run commands of a shell, one after the other, and end what they leave running.
-
-    Args:
-        folder: an empty one, with a short path: the user's home, and the place of Ray's files.
-
-    Returns:
-        What they wrote.
-    """
-    programs = folder / "bin"
-    programs.mkdir()
-    _write_program(programs / "ray", f'exec {sys.executable} -m ray.scripts.scripts "$@"')
-    _write_program(programs / "vllm", f"exec {sys.executable} -c '{ASK_FOR_NODES}'")
-    _write_program(programs / "pip", "exit 0")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {
-        "HOME": str(folder),
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "RAY_TMPDIR": str(folder),
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    with open(folder / "written", "w") as written, contextlib.ExitStack() as stack:
-        stack.callback(_end_all_of, folder)
-        script = "\n".join(["set -e", *lines])
-        subprocess.run(["bash", "-c", script], env=environment, stdout=written, stderr=written, timeout=WAIT)
-    return (folder / "written").read_text()
-
-
-def _write_program(path: Path, line: str) -> None:
-    path.write_text(f"#!/bin/sh\n{line}\n")
-    path.chmod(0o755)
-
-
-def _end_all_of(home: Path) -> None:
-    """End the processes that have this home: Ray's leave the group of who started them."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("HOME") == str(home):
-                process.kill()
-
-
 def teach_cpu_platform() -> None:
     """Give vLLM's CPU platform a Ray resource, in this process."""
     from vllm.platforms.cpu import CpuPlatform

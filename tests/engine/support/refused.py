@@ -6,8 +6,16 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from tests.engine.support.families import SMALL as LLAMA
-
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
 NO_GQA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
 MODELS = {
     "MLA": (
@@ -16,17 +24,17 @@ MODELS = {
         NO_GQA | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
     ),
     "without full attention": ("mamba", "MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2}),
-    "sliding-window": ("mistral", "MistralForCausalLM", LLAMA | {"sliding_window": 128}),
+    "sliding-window": ("mistral", "MistralForCausalLM", SMALL | {"sliding_window": 128}),
     "without full attention (by its layer types)": (
         "gemma2",
         "Gemma2ForCausalLM",
-        LLAMA | {"layer_types": ["sliding_attention"] * 2},
+        SMALL | {"layer_types": ["sliding_attention"] * 2},
     ),
-    "chunked attention": ("llama4_text", "Llama4ForCausalLM", LLAMA | {"attention_chunk_size": 128}),
+    "chunked attention": ("llama4_text", "Llama4ForCausalLM", SMALL | {"attention_chunk_size": 128}),
     "attention other than full, sliding-window or linear": (
         "llama",
         "LlamaForCausalLM",
-        LLAMA | {"layer_types": ["full_attention", "indexed_attention"]},
+        SMALL | {"layer_types": ["full_attention", "indexed_attention"]},
     ),
     "encoder-decoder": (
         "whisper",
@@ -37,24 +45,24 @@ MODELS = {
     "pooling": ("bert", "BertModel", NO_GQA),
     "ALiBi": ("bloom", "BloomForCausalLM", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "ALiBi (switched on)": ("falcon", "FalconForCausalLM", NO_GQA | {"alibi": True}),
-    "share KV": ("llama", "LlamaForCausalLM", LLAMA | {"num_kv_shared_layers": 1}),
-    "skip attention": ("llama", "DeciLMForCausalLM", LLAMA),
+    "share KV": ("llama", "LlamaForCausalLM", SMALL | {"num_kv_shared_layers": 1}),
+    "skip attention": ("llama", "DeciLMForCausalLM", SMALL),
     "have different heads": (
         "llama",
         "LlamaForCausalLM",
-        LLAMA | {"per_layer_config": {1: {"num_key_value_heads": 4}}},
+        SMALL | {"per_layer_config": {1: {"num_key_value_heads": 4}}},
     ),
 }  # fmt: skip
 """By what the refusal says of them: the type of model, its architecture, its settings."""
 
-WINDOWED = ("gemma2", "Gemma2ForCausalLM", LLAMA)
+WINDOWED = ("gemma2", "Gemma2ForCausalLM", SMALL)
 """A layer with a window, then one without."""
 
 GEMMA3 = (
     "gemma3",
     "Gemma3ForConditionalGeneration",
     {
-        "text_config": LLAMA
+        "text_config": SMALL
         | {
             "model_type": "gemma3_text",
             "layer_types": ["sliding_attention", "full_attention"],

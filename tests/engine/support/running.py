@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -19,6 +20,7 @@ from vllm.platforms import current_platform
 from tests.engine.support.quick_starts import forked_processes
 from vllm_kvevict.engine.frontend.repeats import repeat_prompts
 from vllm_kvevict.engine.worker import recording
+from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 if current_platform.is_cpu():
@@ -27,6 +29,7 @@ if current_platform.is_cpu():
     import vllm_kvevict.engine.worker.cpu  # noqa: F401
 
 VOCAB = 512
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 KV_BYTES = 1 << 27
 GPU_SHARE = 0.3
 """Of a GPU's memory, which must be free when an engine starts: several may run beside each other."""
@@ -34,7 +37,7 @@ GPU_SHARE = 0.3
 
 @dataclass
 class Ask:
-    """A request: a prompt of ``length`` random tokens and what to do with it."""
+    """A request: a prompt of ``length`` random tokens, unless it says its ``tokens``, and what to do with it."""
 
     length: int
     policy: str = "full"
@@ -47,6 +50,7 @@ class Ask:
     decode_budget: int | None = field(default=None, kw_only=True)
     turns: tuple[int, ...] = field(default=(), kw_only=True)
     whole: int = field(default=0, kw_only=True)
+    tokens: Sequence[int] = field(default=(), kw_only=True)
 
     @property
     def evicted_to(self) -> int:
@@ -55,6 +59,8 @@ class Ask:
 
     @property
     def prompt(self) -> list[int]:
+        if self.tokens:
+            return list(self.tokens)
         chooser = random.Random(1000 * self.seed + self.length)
         return [chooser.randrange(8, VOCAB) for _ in range(self.length)]
 
@@ -62,6 +68,12 @@ class Ask:
     def request(self) -> dict[str, Any]:
         """As vLLM takes it."""
         return {"prompt_token_ids": self.prompt}
+
+    def config(self, **params: Any) -> EvictionConfig:
+        """How it is evicted on a server with these parameters."""
+        assert self.budget is not None
+        budget = {"keep_ratio": self.budget} if self.budget <= 1 else {"budget": int(self.budget)}
+        return EvictionConfig(self.policy, **budget, **params)
 
     def sampling(self, logits: bool) -> SamplingParams:
         fields: dict[str, Any] = {"kv_eviction": self.policy}
@@ -189,24 +201,67 @@ def run(llm: LLM, asks: Sequence[Ask], *, logits: bool = False, recorded: bool =
     return answers
 
 
-def run_preempted(llm: LLM, asks: Sequence[Ask], at: int, **options: Any) -> list[Answer]:
-    """All requests at once, and all that run preempted before the step of that number, 0 for the first; -1 for none.
+def run_preempted(
+    llm: LLM, asks: Sequence[Ask], *at: int, resets: bool = True, recorded: bool = False, **options: Any
+) -> list[Answer]:
+    """All requests at once, and all that run preempted before the steps of these numbers, 0 for the first.
 
     Args:
-        options: of :func:`run`; what was kept is not recorded.
+        resets: whether the cache is reset then.
+        options: of :func:`run`.
     """
     steps, step = itertools.count(), llm.llm_engine.step
 
     def counted() -> Any:
-        if next(steps) == at:
-            assert llm.reset_prefix_cache(reset_running_requests=True)
+        if next(steps) in at:
+            _preempt(llm, resets)
         return step()
 
-    llm.llm_engine.step = counted
-    try:
-        return run(llm, asks, recorded=False, **options)
-    finally:
-        llm.llm_engine.step = step
+    with mock.patch.object(llm.llm_engine, "step", counted):
+        return run(llm, asks, recorded=recorded, **options)
+
+
+def _preempt(llm: LLM, resets: bool) -> None:
+    """Preempt all that run."""
+    if resets:
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+        return
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    while scheduler.running:
+        scheduler._preempt_request(scheduler.running.pop(), 0.0)
+
+
+def run_aborted(llm: LLM, asks: Sequence[Ask], after: Sequence[int]) -> list[list[int] | None]:
+    """Tokens of all requests at once; None of those that are aborted before they end.
+
+    Args:
+        after: how many steps each is aborted; 0: never.
+    """
+    engine = llm.llm_engine
+    for index, ask in enumerate(asks):
+        engine.add_request(f"r{index}", {"prompt_token_ids": ask.prompt}, ask.sampling(logits=False))
+    done: dict[str, list[int]] = {}
+    for step in itertools.count(1):
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+        engine.abort_request([f"r{index}" for index, last in enumerate(after) if last == step])
+        if not engine.has_unfinished_requests():
+            break
+    return [done.get(f"r{index}") for index in range(len(asks))]
+
+
+def tokens_of(answers: Sequence[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def assert_same(expected: Sequence[Answer], answers: Sequence[Answer], kept: bool = True) -> None:
+    """The same tokens, from the same entries unless told otherwise, and equal logits where both have some."""
+    for index, (one, other) in enumerate(zip(expected, answers, strict=True)):
+        assert one.tokens == other.tokens, index
+        assert not kept or one.kept == other.kept, index
+        if one.logits.numel() and other.logits.numel():
+            torch.testing.assert_close(one.logits, other.logits, **CLOSE)
 
 
 def decided(llm: LLM, outputs: Sequence[Any]) -> list[Answer]:
@@ -224,9 +279,14 @@ def plain_prompts(llm: LLM) -> RepeatPrompts:
     return repeat_prompts(llm.llm_engine.renderer, None)
 
 
+def metric(llm: LLM, name: str) -> int:
+    """A counter or gauge, summed over ranks."""
+    return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
 def num_preemptions(llm: LLM) -> int:
     """Preemptions since the engine started."""
-    return next(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    return metric(llm, "num_preemptions")
 
 
 def bring_decisions(llm: LLM, names: Sequence[str], answers: Sequence[Answer]) -> None:

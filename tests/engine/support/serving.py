@@ -1,6 +1,5 @@
 """Commands and servers as users run them, for tests: processes of their own, always ended."""
 
-import contextlib
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.harness.server import Snapshot, end
 from tests.engine.support import bare
 from tests.engine.support.forks import Forked, fork
 
@@ -121,17 +121,7 @@ class Server:
             )
 
     def __exit__(self, *_: object) -> None:
-        for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
-            try:
-                os.killpg(self.process.pid, sign)
-                self.process.wait(patience)
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        # Whoever outlived the leader of the group.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        end(self.process)  # type: ignore[arg-type]
 
     def _wait(self, patience: float = 300) -> None:
         deadline = time.monotonic() + patience
@@ -155,6 +145,10 @@ class Server:
     def evictions(self) -> list[dict[str, Any]]:
         """What the server, if it was started with ``log_evictions(log)``, wrote of its evictions so far."""
         return [json.loads(line) for line in _evictions_beside(self.log_path).read_text().splitlines()]
+
+    def snapshot(self) -> Snapshot:
+        """What ``/metrics`` says in all."""
+        return Snapshot.parse(httpx.get(f"{self.url}/metrics", timeout=60).text)
 
     def metrics(self) -> dict[str, float]:
         """Our numbers at ``/metrics``, of both phases together: names without the prefix, with the labels that vary."""

@@ -28,13 +28,7 @@ from vllm_kvevict.policies.cuts import NO_KEYS, Question, tally
 from vllm_kvevict.policies.kvzip import MOST_SINKS
 from vllm_kvevict.schedules.plan import Admission, Phase, Plan
 from vllm_kvevict.schedules.registry import repeats_prompt, schedule_of
-from vllm_kvevict.schedules.reports import (
-    Claim,
-    ExtraTokens,
-    LayerWeights,
-    PartOfEviction,
-    Report,
-)
+from vllm_kvevict.schedules.reports import Claim, ExtraTokens, LayerWeights, PartOfEviction, Report
 
 CROSS_STAGE = ("by weight", "by score", "by repeat")
 """Schedules that pipeline stages follow together."""
@@ -216,11 +210,6 @@ class Workers:
         self.peak_pages = [0] * len(setup.shapes)
         self.most_reserved = 0
         self.tamper: Callable[[Report], Report] = lambda report: report
-
-    @property
-    def choices(self) -> Choices:
-        """What requests keep that are admitted now."""
-        return self._choices(self.resets)
 
     def choices_of(self, resident: Resident) -> Choices:
         """What a request keeps."""
@@ -483,7 +472,8 @@ class Workers:
                 self.live[new.req_id].prompt = list(new.prefill_token_ids or new.prompt_token_ids)
         for admission in message.admissions:
             resident = self.live[admission.request_id]
-            resident.prompt = resident.prompt or self._resumed_tokens(output, admission.request_id)
+            resumed = output.scheduled_cached_reqs.all_token_ids.get(admission.request_id, ())
+            resident.prompt = resident.prompt or list(resumed)
             if admission.segments:
                 self._share(resident)
             if resident.prefix is not None:
@@ -602,10 +592,6 @@ class Workers:
             for rows in resident.kv_len:
                 rows -= resident.tokens - computed
             resident.tokens = computed
-
-    def _resumed_tokens(self, output: SchedulerOutput, name: str) -> list[int]:
-        """Tokens of a request that was preempted and is admitted again."""
-        return list(output.scheduled_cached_reqs.all_token_ids.get(name, ()))
 
     def _message(self, rank: int, reports: dict[str, list[Report]], claims: dict[str, Claim]) -> RankMessage:
         """What a rank says at the end of a step."""
@@ -851,7 +837,7 @@ class Simulation:
         prefilled: tokens computed for prompts and replays so far.
         most_running: most requests ever running at once.
         preemptions: so far, by request id.
-        accepted, rejected: draft tokens so far.
+        accepted: draft tokens so far.
     """
 
     def __init__(self, setup: Setup, seed: int = 0, greeds: Sequence[str] = GREEDS):
@@ -866,7 +852,7 @@ class Simulation:
         self.most_running = 0
         self.steps = 0
         self.idle = 0
-        self.accepted = self.rejected = 0
+        self.accepted = 0
         self._choose = random.Random(seed)
 
     @property
@@ -949,7 +935,6 @@ class Simulation:
         drafts = output.scheduled_spec_decode_tokens.get(name, [])
         accepted = 0 if -1 in drafts else self._choose.randint(0, len(drafts))
         self.accepted += accepted
-        self.rejected += len(drafts) - accepted
         return [TOKEN] * (accepted + 1)
 
     def run(self, max_steps: int) -> None:

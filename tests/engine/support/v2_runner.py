@@ -111,9 +111,8 @@ def answers(
     **settings: Any,
 ) -> tuple[list[Any], int, int, Any]:
     """What :func:`tests.engine.support.running.run` returns for each batch on one engine, its preemptions and tokens
-    found in the prefix cache, and then what :func:`_abort` returns for ``aborting``."""
-    from tests.engine.support.hits_and_misses import metric
-    from tests.engine.support.running import num_preemptions, run
+    found in the prefix cache, and then what ``run_aborted`` there returns for ``aborting``."""
+    from tests.engine.support.running import metric, num_preemptions, run, run_aborted
 
     with _engine(ahead, gpu, **settings) as llm:
         llm.collective_rpc(_warm_up)
@@ -123,23 +122,7 @@ def answers(
             # The runner still knows the last requests, by indices that dummy rows have too.
             llm.collective_rpc(_dummy_runs)
         found = metric(llm, "prefix_cache_hits")
-        return results, num_preemptions(llm), found, aborting and _abort(llm.llm_engine, *aborting)
-
-
-def _abort(engine: Any, asks: list[Any], steps: list[int]) -> list[list[int] | None]:
-    """Tokens of each ask, but None for the i-th if it is aborted after ``steps[i]`` steps, 0: never."""
-    for i, ask in enumerate(asks):
-        engine.add_request(f"r{i}", {"prompt_token_ids": ask.prompt}, ask.sampling(False))
-    done: dict[str, list[int]] = {}
-    step = 0
-    while engine.has_unfinished_requests():
-        step += 1
-        outputs = engine.step()
-        done |= {
-            output.request_id: list(output.outputs[0].token_ids) for output in outputs if output.finished
-        }
-        engine.abort_request([f"r{i}" for i, last in enumerate(steps) if last == step])
-    return [done.get(f"r{i}") for i in range(len(asks))]
+        return results, num_preemptions(llm), found, aborting and run_aborted(llm, *aborting)
 
 
 def _warm_up(worker: Any) -> None:

@@ -3,10 +3,12 @@
 The requests are those of the walks in docs/ARCHITECTURE.md; a file is passed when a function of it runs.
 """
 
+import contextlib
 import os
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,40 +36,35 @@ REQUESTS = {
 """Of each walk, one after the other."""
 
 
-class Passed:
-    """While it is entered: the files of which a function runs, each with the first one, in their order."""
+@contextlib.contextmanager
+def passed() -> Iterator[dict[str, str]]:
+    """The files of which a function runs meanwhile, each with the first one, in their order."""
+    files: dict[str, str] = {}
+    names = {str(path): path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
 
-    def __init__(self) -> None:
-        self.files: dict[str, str] = {}
-        self._names = {str(path): path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
-
-    def _see(self, frame: Any, event: str, _: Any) -> None:
+    def see(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename in self._names and code.co_name != "<module>":
-            self.files.setdefault(self._names[code.co_filename], code.co_qualname)
+        if event == "call" and code.co_filename in names and code.co_name != "<module>":
+            files.setdefault(names[code.co_filename], code.co_qualname)
 
-    def __enter__(self) -> "Passed":
-        threading.setprofile(self._see)
-        sys.setprofile(self._see)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+    threading.setprofile(see)
+    sys.setprofile(see)
+    yield files
+    sys.setprofile(None)
+    threading.setprofile(None)  # type: ignore[arg-type]
 
 
 def walks(model: Path) -> dict[str, dict[str, str]]:
     """By policy, the files that its requests pass on an engine, and of each the function that runs first."""
-    found = {}
+    found: dict[str, dict[str, str]] = {}
     settings = {"additional_config": {"kv_eviction": OPTIONS}, "max_num_batched_tokens": 100}
     with mock.patch.dict(os.environ):
         os.environ.pop("VLLM_KVEVICT_CHECK", None)  # which tests are run with
         with engine(model, **settings) as llm:
             for policy, asks in REQUESTS.items():
-                with Passed() as passed:
+                with passed() as found[policy]:
                     for ask in asks:
                         run(llm, [ask], recorded=False)
-                found[policy] = passed.files
     return found
 
 
