@@ -48,6 +48,11 @@ def drafts(llm) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
+def model(models):
+    return models("llama")
+
+
+@pytest.fixture(scope="module")
 def expected(model):
     with evicting_engine(model, **SMALL_STEPS) as llm:
         return run(llm, ASKS, logits=True)
