@@ -244,6 +244,33 @@ def test_inputs_are_named_in_two_files() -> None:
     hold(line for line in found if not line.startswith(("policies.inputs:", "schedules.inputs:")))
 
 
+def replaces_a_function_of_vllm(module: str, tree: ast.Module) -> Iterator[str]:
+    nodes = list(ast.walk(tree))
+    functions = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    theirs = {name.rpartition(".")[2] for name in imports(module, tree) if name.startswith("vllm.")}
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            is_function = isinstance(node.value, ast.Lambda) or ast.unparse(node.value) in functions
+            owners = [
+                ast.unparse(target.value) for target in node.targets if isinstance(target, ast.Attribute)
+            ]
+            if any(owner in theirs or (is_function and owner != "self") for owner in owners):
+                yield ast.unparse(node)
+        is_setattr = isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr"
+        if is_setattr and ast.unparse(node.args[-1]) in functions:
+            yield ast.unparse(node)
+
+
+def test_functions_of_vllm_are_replaced_in_one_place() -> None:
+    """What ``hooks.wrap`` makes of them, of those that ``hooks.HOOKS`` lists."""
+    check = replaces_a_function_of_vllm
+    assert finds(check, "engine.x", "def f():\n    ...\nrunner.forward = f") == ["runner.forward = f"]
+    assert finds(check, "engine.x", "from vllm.a import B\nB.run = wrap(B.run)") == ["B.run = wrap(B.run)"]
+    assert finds(check, "engine.x", "def wrapped():\n    ...\nsetattr(cls, name, wrapped)")
+    assert not finds(check, "engine.x", "request.max_tokens = tokens\nsetattr(self, name, None)")
+    hold(offenders(check, "engine."))
+
+
 def makes_a_message(module: str, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (node.args or node.keywords):

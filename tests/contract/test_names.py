@@ -7,7 +7,9 @@ import functools
 import pytest
 
 from tests.contract import source
-from vllm_kvevict.engine import versions
+from vllm_kvevict.engine import hooks, versions
+
+ARCHITECTURE = source.ENGINE.parents[1] / "docs" / "ARCHITECTURE.md"
 
 ENVIRONMENT = {
     "VLLM_USE_RUST_FRONTEND": "a front-end that checks no request is not refused",
@@ -37,6 +39,20 @@ def imported() -> dict[str, set[str]]:
 @pytest.mark.parametrize("place", sorted(imported()))
 def test_name_exists(place: str) -> None:
     source.find(place, f"{', '.join(sorted(imported()[place]))} cannot be imported")
+
+
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target)
+def test_what_is_wrapped_exists_and_is_told(hook: hooks.Hook) -> None:
+    source.find(hook.target, f"not there to be wrapped for: {hook.why}")
+    owner = hook.target.rpartition(":")[2].split(".")[0]
+    rows = [line for line in ARCHITECTURE.read_text().splitlines() if f"`{hook.by}`" in line]
+    # Model runners, the platform and samplers are wrapped object by object, and have a row each.
+    assert rows and (hook.by.startswith(("worker", "devices")) or any(owner in row for row in rows))
+
+
+def test_nothing_else_is_wrapped() -> None:
+    with pytest.raises(KeyError, match="not in HOOKS"):
+        hooks.wrap("vllm.v1.engine.async_llm:AsyncLLM.abort", lambda abort: abort)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.platforms import current_platform
+
+from vllm_kvevict.engine import hooks
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,16 @@ def _let_cpu_platform_choose() -> None:
     """Let vLLM's CPU platform, which has one backend for all layers, take ours where a layer's kind asks for it."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    its_own = current_platform.get_attn_backend_cls
+    def make(its_own: Callable[..., Any]) -> Callable[..., Any]:
+        def choose(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
+            if selected_backend is AttentionBackendEnum.CUSTOM:
+                return selected_backend.get_path()
+            return its_own(selected_backend, attn_selector_config, num_heads)
 
-    def choose(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
-        if selected_backend is AttentionBackendEnum.CUSTOM:
-            return selected_backend.get_path()
-        return its_own(selected_backend, attn_selector_config, num_heads)
+        return choose
 
     # This process has one platform.
-    current_platform.get_attn_backend_cls = choose  # type: ignore[method-assign]
+    hooks.wrap("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls", make, of=current_platform)
 
 
 CPU = Device(

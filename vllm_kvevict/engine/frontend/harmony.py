@@ -1,7 +1,7 @@
 """Where the question of a chat with a gpt-oss model begins: vLLM renders these by OpenAI's harmony, not a template."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.entrypoints.openai.parser.harmony_utils import (
@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.parser.harmony_utils import (
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 
+from vllm_kvevict.engine import hooks
 from vllm_kvevict.engine.frontend.chat import Chat
 from vllm_kvevict.engine.frontend.noting import note_chat, note_ends
 
@@ -41,17 +42,22 @@ class HarmonyChat(Chat):
 @functools.cache
 def install() -> None:
     """Note in the chats of this server where they are evicted, if its scope is not the whole prompt."""
-    make_request = OnlineRenderer._make_request_with_harmony
-    render_messages = OnlineRenderer.render_responses_harmony_messages
+    renderer = "vllm.renderers.online_renderer:OnlineRenderer"
+    hooks.wrap(f"{renderer}._make_request_with_harmony", _noting_request)
+    hooks.wrap(f"{renderer}.render_responses_harmony_messages", _noting_messages)
 
-    @functools.wraps(make_request)
+
+def _noting_request(make_request: Callable[..., Any]) -> Callable[..., Any]:
     def noted_request(self: OnlineRenderer, *args: Any, **kwargs: Any) -> Any:
         messages, prompts = make_request(self, *args, **kwargs)
         for prompt in prompts:
             _note(self.renderer, messages, prompt, None)
         return messages, prompts
 
-    @functools.wraps(render_messages)
+    return noted_request
+
+
+def _noting_messages(render_messages: Callable[..., Any]) -> Callable[..., Any]:
     def noted_messages(
         self: OnlineRenderer, messages: Any, *args: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
@@ -59,8 +65,7 @@ def install() -> None:
         _note(self.renderer, messages, prompt, tok_params)
         return prompt
 
-    OnlineRenderer._make_request_with_harmony = noted_request  # type: ignore[method-assign]
-    OnlineRenderer.render_responses_harmony_messages = noted_messages  # type: ignore[method-assign]
+    return noted_messages
 
 
 def _note(renderer: BaseRenderer, messages: Sequence[Any], prompt: Any, tok_params: Any) -> None:

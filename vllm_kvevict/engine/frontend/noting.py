@@ -6,12 +6,13 @@ Only the chats of gpt-oss models have a renderer of their own (``harmony.py``).
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from vllm.renderers.base import BaseRenderer
 
+from vllm_kvevict.engine import hooks
 from vllm_kvevict.engine.config import options_of, require_options
 from vllm_kvevict.engine.frontend import media
 from vllm_kvevict.engine.frontend.boundaries import find_turns
@@ -32,9 +33,11 @@ WATCHED: ContextVar[list[Any] | None] = ContextVar("watched", default=None)
 @functools.cache
 def install() -> None:
     """Note in the chats of this process where they are evicted, if their engine's scope is not the whole prompt."""
-    render_chat, render_chat_async = BaseRenderer.render_chat, BaseRenderer.render_chat_async
+    hooks.wrap("vllm.renderers.base:BaseRenderer.render_chat", _noting)
+    hooks.wrap("vllm.renderers.base:BaseRenderer.render_chat_async", _noting_async)
 
-    @functools.wraps(render_chat)
+
+def _noting(render_chat: Callable[..., Any]) -> Callable[..., Any]:
     def noted(
         self: BaseRenderer, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
@@ -43,7 +46,10 @@ def install() -> None:
             note_ends(chat, prompt)
         return rendered, prompts
 
-    @functools.wraps(render_chat_async)
+    return noted
+
+
+def _noting_async(render_chat_async: Callable[..., Any]) -> Callable[..., Any]:
     async def noted_async(
         self: BaseRenderer, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
@@ -53,8 +59,7 @@ def install() -> None:
             await asyncio.get_running_loop().run_in_executor(self._executor, note_ends, chat, prompt)
         return rendered, prompts
 
-    BaseRenderer.render_chat = noted  # type: ignore[method-assign]
-    BaseRenderer.render_chat_async = noted_async  # type: ignore[method-assign]
+    return noted_async
 
 
 def _noted_chats(

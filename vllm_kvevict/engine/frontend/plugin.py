@@ -5,11 +5,12 @@ import copy
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_kvevict.engine import read
+from vllm_kvevict.engine import hooks, read
 from vllm_kvevict.engine.config import (
     DEFAULT_BUDGET,
     KEY,
@@ -29,6 +30,8 @@ from vllm_kvevict.schedules.registry import most_extra_rows
 
 logger = init_logger("vllm.kv_eviction")
 
+ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
+
 EVICTED_KIND = "full_attention"
 """vLLM's name for the layers whose KV is evicted."""
 
@@ -45,16 +48,21 @@ def register() -> None:
 
     for cls in (EngineArgs, AsyncEngineArgs):
         _add_fields(cls)
-    add_cli_args, create_engine_config = EngineArgs.add_cli_args, EngineArgs.create_engine_config
-    from_cli_args = EngineArgs.from_cli_args.__func__  # type: ignore[attr-defined]
+    hooks.wrap(f"{ARGUMENTS}.add_cli_args", _with_our_flags)
+    hooks.wrap(f"{ARGUMENTS}.from_cli_args", _with_our_options)
+    hooks.wrap(f"{ARGUMENTS}.create_engine_config", _with_eviction)
 
-    @functools.wraps(add_cli_args)
+
+def _with_our_flags(add_cli_args: Callable[..., Any]) -> Callable[..., Any]:
     def with_our_flags(parser: Any) -> Any:
         parser = add_cli_args(parser)
         _add_flags(parser)
         return parser
 
-    @functools.wraps(from_cli_args)
+    return with_our_flags
+
+
+def _with_our_options(from_cli_args: Callable[..., Any]) -> Callable[..., Any]:
     def with_our_options(cls: Any, args: argparse.Namespace) -> Any:
         command_line.note()
         engine_args = from_cli_args(cls, args)
@@ -68,7 +76,10 @@ def register() -> None:
             _follow_in_render_server(args)
         return engine_args
 
-    @functools.wraps(create_engine_config)
+    return with_our_options
+
+
+def _with_eviction(create_engine_config: Callable[..., Any]) -> Callable[..., Any]:
     def with_eviction(self: Any, *args: Any, **kwargs: Any) -> Any:
         with errors_in_one_line():
             options = requested_options(self)
@@ -76,9 +87,7 @@ def register() -> None:
                 return create_engine_config(self, *args, **kwargs)
             return _create(self, options, create_engine_config, *args, **kwargs)
 
-    EngineArgs.add_cli_args = staticmethod(with_our_flags)  # type: ignore[method-assign]
-    EngineArgs.from_cli_args = classmethod(with_our_options)  # type: ignore[method-assign,assignment]
-    EngineArgs.create_engine_config = with_eviction  # type: ignore[method-assign]
+    return with_eviction
 
 
 def _check_bodies(args: argparse.Namespace) -> None:
@@ -257,18 +266,20 @@ def _make_room_for_extra_rows(args: Any, options: Options) -> None:
     extra = 0
     for name in allowed:
         extra = max(extra, most_extra_rows(name, options.params_of(name), options.defaults))
-    set_defaults = args._set_default_max_num_seqs_and_batched_tokens_args
 
-    def set_ours(usage_context: Any, model_config: Any, *rest: Any) -> None:
-        set_defaults(usage_context, model_config, *rest)
-        if args.max_num_active_seqs is None:
-            args.max_num_active_seqs = args.max_num_seqs
-        if args.max_num_scheduled_tokens is None:
-            args.max_num_scheduled_tokens = args.max_num_batched_tokens
-        args.max_num_seqs += 1
-        args.max_num_batched_tokens += min(extra, model_config.max_model_len)
+    def make(set_defaults: Callable[..., None]) -> Callable[..., None]:
+        def set_ours(usage_context: Any, model_config: Any, *rest: Any) -> None:
+            set_defaults(usage_context, model_config, *rest)
+            if args.max_num_active_seqs is None:
+                args.max_num_active_seqs = args.max_num_seqs
+            if args.max_num_scheduled_tokens is None:
+                args.max_num_scheduled_tokens = args.max_num_batched_tokens
+            args.max_num_seqs += 1
+            args.max_num_batched_tokens += min(extra, model_config.max_model_len)
 
-    args._set_default_max_num_seqs_and_batched_tokens_args = set_ours
+        return set_ours
+
+    hooks.wrap(f"{ARGUMENTS}._set_default_max_num_seqs_and_batched_tokens_args", make, of=args)
 
 
 def _add_fields(cls: Any) -> None:
@@ -279,15 +290,16 @@ def _add_fields(cls: Any) -> None:
         field._field_type = dataclasses._FIELD  # type: ignore[attr-defined]
         cls.__dataclass_fields__[name] = field
         setattr(cls, name, None)
-    plain_init = cls.__init__
 
-    @functools.wraps(plain_init)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in FIELDS:
-            setattr(self, name, kwargs.pop(name, None))
-        plain_init(self, *args, **kwargs)
+    def make(plain_init: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in FIELDS:
+                setattr(self, name, kwargs.pop(name, None))
+            plain_init(self, *args, **kwargs)
 
-    cls.__init__ = init
+        return init
+
+    hooks.wrap(f"{cls.__module__}:{cls.__name__}.__init__", make)
 
 
 def _add_flags(parser: Any) -> None:

@@ -7,11 +7,13 @@ where the question begins, and what the model is asked when it repeats what come
 
 import asyncio
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
+from vllm_kvevict.engine import hooks
 from vllm_kvevict.engine.config import KEY
 from vllm_kvevict.engine.frontend import noting
 from vllm_kvevict.engine.frontend.requests import passed_on_fields
@@ -20,15 +22,14 @@ from vllm_kvevict.engine.frontend.requests import passed_on_fields
 @functools.cache
 def install() -> None:
     """Write into the chats that this server renders for ``/inference/v1/generate`` what it has found."""
+    routes = "vllm.entrypoints.scale_out.render.serving:ServingRender"
     for name in ("render_chat_request", "render_responses_request"):
-        _pass_on(name)
+        hooks.wrap(f"{routes}.{name}", _passing_on)
 
 
-def _pass_on(name: str) -> None:
+def _passing_on(render: Callable[..., Any]) -> Callable[..., Any]:
     """Let a method of ServingRender that renders one chat write what was found into the fields of its result."""
-    render = getattr(ServingRender, name)
 
-    @functools.wraps(render)
     async def passing_on(self: ServingRender, *args: Any, **kwargs: Any) -> Any:
         prompts: list[Any] = []
         before = noting.WATCHED.set(prompts)
@@ -44,24 +45,25 @@ def _pass_on(name: str) -> None:
             )
         return result
 
-    setattr(ServingRender, name, passing_on)
+    return passing_on
 
 
 @functools.cache
 def install_in_render_server() -> None:
     """The same for a server without an engine: vLLM builds its configuration without what its flags say of eviction."""
-    from vllm.entrypoints.launchers.render import entry
-
     from vllm_kvevict.engine.frontend import harmony
 
-    init_state = entry.init_render_app_state
+    def make(init_state: Callable[..., Any]) -> Callable[..., Any]:
+        async def init_state_with_options(vllm_config: Any, state: Any, args: Any) -> None:
+            vllm_config.additional_config = {
+                **vllm_config.additional_config,
+                KEY: args.additional_config[KEY],
+            }
+            await init_state(vllm_config, state, args)
 
-    @functools.wraps(init_state)
-    async def init_state_with_options(vllm_config: Any, state: Any, args: Any) -> None:
-        vllm_config.additional_config = {**vllm_config.additional_config, KEY: args.additional_config[KEY]}
-        await init_state(vllm_config, state, args)
+        return init_state_with_options
 
-    entry.init_render_app_state = init_state_with_options
+    hooks.wrap("vllm.entrypoints.launchers.render.entry:init_render_app_state", make)
     noting.install()
     harmony.install()
     install()

@@ -6,15 +6,13 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
-from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
-from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_kvevict.engine import metrics
+from vllm_kvevict.engine import hooks, metrics
 from vllm_kvevict.engine.config import (
     REPEAT_ROWS,
     TRANSFER,
@@ -43,9 +41,20 @@ SESSION = "resumable sessions cannot be used with --kv-eviction: what to keep is
 @functools.cache
 def install() -> None:
     """Check every request of this process before it reaches an engine that evicts. Others pass unchanged."""
-    process_inputs = InputProcessor.process_inputs
+    processor, engine = "vllm.v1.engine.input_processor:InputProcessor", "vllm.v1.engine.async_llm:AsyncLLM"
+    hooks.wrap(f"{processor}.process_inputs", _checking)
+    # What vLLM makes first of all that it makes of its configuration.
+    hooks.before(f"{processor}.__init__", _check_scheduler)
+    search = "vllm.entrypoints.generate.beam_search"
+    hooks.before(f"{search}.online:BeamSearchOnlineMixin.beam_search", _check_beam_search_online)
+    hooks.before(f"{search}.offline:BeamSearchOfflineMixin.beam_search", _check_beam_search_offline)
+    # A streamed answer has begun, with status 200, before its prompt reaches the input processor.
+    hooks.before(f"{engine}.generate", _check_generate)
+    hooks.wrap(f"{engine}.add_request", _noting_rows_in_threads)
+    noting.install()
 
-    @functools.wraps(process_inputs)
+
+def _checking(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
     def checked(
         self: InputProcessor, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -69,30 +78,19 @@ def install() -> None:
                     own.extra_args = _with_rows(own.extra_args, noted or find())
         return request
 
-    InputProcessor.process_inputs = checked  # type: ignore[method-assign]
-    # What vLLM makes first of all that it makes of its configuration.
-    _before(InputProcessor, "__init__", _check_scheduler)
-    _before(BeamSearchOnlineMixin, "beam_search", _check_beam_search_online)
-    _before(BeamSearchOfflineMixin, "beam_search", _check_beam_search_offline)
-    # A streamed answer has begun, with status 200, before its prompt reaches the input processor.
-    _before(AsyncLLM, "generate", _check_generate)
-    _note_rows_in_threads()
-    noting.install()
+    return checked
 
 
 @functools.cache
 def install_in_server() -> None:
     """The same for the one endpoint that calls ``AsyncLLM.generate`` after its stream began; only servers have it."""
-    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    responses = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
+    hooks.before(f"{responses}._generate_with_builtin_tools", _check_responses)
 
-    _before(OpenAIServingResponses, "_generate_with_builtin_tools", _check_responses)
 
-
-def _note_rows_in_threads() -> None:
+def _noting_rows_in_threads(add_request: Callable[..., Any]) -> Callable[..., Any]:
     """Let a server render chats once more in vLLM's threads for that; it checks requests in its event loop."""
-    add_request = AsyncLLM.add_request
 
-    @functools.wraps(add_request)
     async def noted(
         self: AsyncLLM, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -104,19 +102,7 @@ def _note_rows_in_threads() -> None:
                 prompt[REPEAT_ROWS] = await loop.run_in_executor(self.renderer._executor, find)
         return await add_request(self, request_id, prompt, params, *args, **kwargs)
 
-    AsyncLLM.add_request = noted  # type: ignore[method-assign]
-
-
-def _before(cls: type, name: str, check: Callable[..., None]) -> None:
-    """Call ``check`` with a method's arguments when it is called, even if it is an asynchronous generator."""
-    method = getattr(cls, name)
-
-    @functools.wraps(method)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    setattr(cls, name, checked)
+    return noted
 
 
 def _check_scheduler(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:

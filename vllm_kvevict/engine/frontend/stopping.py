@@ -1,12 +1,14 @@
 """Who still waits for an answer when a server is stopped."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.utils.async_utils import run_in_loop
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_kvevict.engine import hooks
 from vllm_kvevict.engine.config import options_of
 
 
@@ -17,9 +19,10 @@ def install() -> None:
     vLLM 0.32 ends the engine's process ``--shutdown-timeout`` seconds (0 by default) after SIGTERM. What the engine has
     not answered by then nobody answers: the client waits, and the server waits for the client before it ends.
     """
-    shutdown = AsyncLLM.shutdown
+    hooks.wrap("vllm.v1.engine.async_llm:AsyncLLM.shutdown", _with_last_words)
 
-    @functools.wraps(shutdown)
+
+def _with_last_words(shutdown: Callable[..., None]) -> Callable[..., None]:
     def with_last_words(self: AsyncLLM, *args: Any, **kwargs: Any) -> None:
         shutdown(self, *args, **kwargs)
         # An object that was never built completely is shut down, too.
@@ -27,4 +30,4 @@ def install() -> None:
         if handler is not None and options_of(self.vllm_config):
             run_in_loop(handler.get_loop(), self.output_processor.propagate_error, EngineDeadError())
 
-    AsyncLLM.shutdown = with_last_words  # type: ignore[method-assign]
+    return with_last_words

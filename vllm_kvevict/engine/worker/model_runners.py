@@ -3,6 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from vllm_kvevict.engine import hooks
+
+GATHER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state"
+IS_UNIFORM = "vllm.v1.worker.gpu_model_runner:GPUModelRunner._is_uniform_decode"
+
 
 class BatchOrder:
     """Which request each row of a step's batch is.
@@ -18,14 +23,15 @@ class BatchOrder:
         self._names: list[str] = []
         self._is_noted = hasattr(runner, "req_states")
         if self._is_noted:
-            gather = runner.gather_batch_req_state
+            hooks.wrap(GATHER, self._noting, of=runner)
 
-            def gather_batch_req_state(*args: Any, **kwargs: Any) -> Any:
-                state, uniform_tokens = gather(*args, **kwargs)
-                self._names = state.req_ids if state is not None else []
-                return state, uniform_tokens
+    def _noting(self, gather: Callable[..., Any]) -> Callable[..., Any]:
+        def gather_batch_req_state(*args: Any, **kwargs: Any) -> Any:
+            state, uniform_tokens = gather(*args, **kwargs)
+            self._names = state.req_ids if state is not None else []
+            return state, uniform_tokens
 
-            runner.gather_batch_req_state = gather_batch_req_state
+        return gather_batch_req_state
 
     def request_ids(self, num_reqs: int) -> list[str]:
         """Of the first rows."""
@@ -42,14 +48,18 @@ def forbid_decode_graphs(runner: Any, when: Callable[[], bool]) -> None:
         runner: the worker's model runner, V1 or V2.
         when: whether the running step is such a one.
     """
-    if hasattr(runner, "req_states"):
-        gather = runner.gather_batch_req_state
 
+    def gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
         def gather_batch_req_state(*args: Any, **kwargs: Any) -> Any:
             state, uniform_tokens = gather(*args, **kwargs)
             return state, None if when() else uniform_tokens
 
-        runner.gather_batch_req_state = gather_batch_req_state
+        return gather_batch_req_state
+
+    def asking(is_uniform: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda *args, **kwargs: not when() and is_uniform(*args, **kwargs)
+
+    if hasattr(runner, "req_states"):
+        hooks.wrap(GATHER, gathering, of=runner)
     else:
-        is_uniform = runner._is_uniform_decode
-        runner._is_uniform_decode = lambda *args, **kwargs: not when() and is_uniform(*args, **kwargs)
+        hooks.wrap(IS_UNIFORM, asking, of=runner)

@@ -1,10 +1,12 @@
 """Sampling with drafts on a CPU, without two faults that vLLM's V1 runner has there."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.sample import rejection_sampler
+
+from vllm_kvevict.engine import hooks
 
 
 def repair_sampling(runner: Any) -> None:
@@ -20,15 +22,19 @@ def repair_sampling(runner: Any) -> None:
     judge = getattr(runner, "rejection_sampler", None)
     if judge is None:
         return
-    with_drafts = judge.forward
 
-    def forward(metadata: Any, draft_probs: Any, logits: Any, sampling_metadata: Any) -> Any:
-        if any(metadata.num_draft_tokens):
-            return with_drafts(metadata, draft_probs, logits, sampling_metadata)
-        return judge.sampler(logits=logits, sampling_metadata=sampling_metadata)
+    def make(with_drafts: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(metadata: Any, draft_probs: Any, logits: Any, sampling_metadata: Any) -> Any:
+            if any(metadata.num_draft_tokens):
+                return with_drafts(metadata, draft_probs, logits, sampling_metadata)
+            return judge.sampler(logits=logits, sampling_metadata=sampling_metadata)
 
-    judge.forward = forward
-    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        return forward
+
+    hooks.wrap("vllm.v1.sample.rejection_sampler:RejectionSampler.forward", make, of=judge)
+    hooks.wrap(
+        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens", lambda vllms: expand_batch_to_tokens
+    )
 
 
 def expand_batch_to_tokens(
