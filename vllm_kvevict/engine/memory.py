@@ -10,7 +10,7 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine.config import KVEvictionError, Options, require_options
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.engine.groups import NULL_BLOCKS, layer_groups
+from vllm_kvevict.engine.layers import NULL_BLOCKS, LayerMap
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -37,10 +37,10 @@ def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
         num_engines: that the configuration counts the blocks of; an engine's own counts only its own.
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    page_size, groups = require_options(vllm_config).page_size, layer_groups(vllm_config)
+    page_size, layers = require_options(vllm_config).page_size, LayerMap.predicted(vllm_config)
     heads, stages = model.get_num_kv_heads(parallel), evicted_layers_of_stages(vllm_config)
-    blocks = max(0, (cache.num_gpu_blocks or 0) // num_engines - groups.reserve(vllm_config))
-    places = [groups.places(stage) for stage in stages_of(vllm_config)]
+    blocks = max(0, (cache.num_gpu_blocks or 0) // num_engines - layers.blocks_kept(vllm_config))
+    places = [layers.places(stage) for stage in stages_of(vllm_config)]
     ranks = rank_capacities(
         stages,
         heads,
@@ -60,12 +60,7 @@ def stages_of(vllm_config: Any) -> list[range]:
 
 def evicted_layers_of_stages(vllm_config: Any) -> list[range]:
     """The layers of each pipeline stage that are evicted, counted among the model's evicted layers."""
-    evicted = layer_groups(vllm_config).evicted_layers
-    stages = []
-    for stage in stages_of(vllm_config):
-        first = sum(layer < stage.start for layer in evicted)
-        stages.append(range(first, first + sum(layer in stage for layer in evicted)))
-    return stages
+    return list(map(LayerMap.predicted(vllm_config).on_stage, stages_of(vllm_config)))
 
 
 def engines_of_front_end(parallel_config: Any) -> int:
@@ -80,9 +75,9 @@ def engines_of_front_end(parallel_config: Any) -> int:
 def pages_of_place(vllm_config: Any, plan: Plan, tokens: int) -> int:
     """Pages that a request of ``tokens`` tokens needs at once in each place of each evicted group's blocks, on the
     fullest rank. vLLM adds up groups, which have as many places each."""
-    bounds, groups = bounds_of(vllm_config), layer_groups(vllm_config)
+    bounds, layers = bounds_of(vllm_config), LayerMap.predicted(vllm_config)
     peaks = bounds.until_read(plan, tokens, bounds.gains_from_one_step(plan))
-    places = [groups.places(stage) * len(groups.evicted) for stage in stages_of(vllm_config)]
+    places = [layers.places(stage) * len(layers.evicted) for stage in stages_of(vllm_config)]
     return max(map(cdiv, peaks, places))
 
 
@@ -97,12 +92,12 @@ def bytes_for(vllm_config: Any, plans: Sequence[Plan], tokens: int) -> int:
         device = this_device()
         assert device is not None
         current_platform._align_hybrid_block_size(vllm_config, device.load(device.backend))
-    groups, page_size = layer_groups(vllm_config), require_options(vllm_config).page_size
+    layers, page_size = LayerMap.predicted(vllm_config), require_options(vllm_config).page_size
     place = cache.block_size * model.get_num_kv_heads(parallel)
     pages = max(pages_of_place(vllm_config, plan, tokens) for plan in plans)
-    blocks = len(groups.evicted) * cdiv(pages * page_size, place)
-    blocks += max(groups.reserve(vllm_config), NULL_BLOCKS)
-    places = max(map(groups.places, stages_of(vllm_config)))
+    blocks = len(layers.evicted) * cdiv(pages * page_size, place)
+    blocks += max(layers.blocks_kept(vllm_config), NULL_BLOCKS)
+    places = max(map(layers.places, stages_of(vllm_config)))
     return blocks * places * place * 2 * model.get_head_size() * model.dtype.itemsize
 
 

@@ -14,7 +14,7 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend.checks import check_stages
-from vllm_kvevict.engine.groups import FULL_ATTENTION, NULL_BLOCKS, layer_types
+from vllm_kvevict.engine.layers import FULL_ATTENTION, NULL_BLOCKS, layer_types
 from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_layers
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Shortage

@@ -1,16 +1,15 @@
 """What vLLM is told of the layers that are evicted: the memory they need, and that they need no blocks."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvevict.engine.config import require_options
-from vllm_kvevict.engine.groups import reserve_for
+from vllm_kvevict.engine.layers import EVICTED_SPECS
 from vllm_kvevict.engine.memory import pages_of_place
 
 
@@ -20,8 +19,8 @@ class BoundedAttentionSpec(FullAttentionSpec):
     that is evicted as it comes, more if it is repeated."""
 
     @classmethod
-    def of(cls, spec: FullAttentionSpec) -> "BoundedAttentionSpec":
-        """The same layer with our bound."""
+    def of(cls, spec: KVCacheSpec) -> "BoundedAttentionSpec":
+        """The same layer, one that is evicted, with our bound."""
         return cls(
             **{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
         )
@@ -45,16 +44,7 @@ class NoBlocksManager(FullAttentionManager):
         return []
 
 
-def blocks_kept(groups: Sequence[Any], vllm_config: Any) -> int:
-    """Blocks that are kept for layers that are not evicted, 0 where all are.
-
-    Args:
-        groups: vLLM's groups of layers.
-    """
-    specs = [group.kv_cache_spec for group in groups]
-    return reserve_for([spec for spec in specs if not isinstance(spec, BoundedAttentionSpec)], vllm_config)
-
-
 # Whatever process is told of such a layer imports this module, before it looks for the manager.
+EVICTED_SPECS.add(BoundedAttentionSpec)
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(BoundedAttentionSpec, NoBlocksManager, uniform_type_base_spec=FullAttentionSpec)

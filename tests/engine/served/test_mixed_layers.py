@@ -13,7 +13,7 @@ from tests.engine.support.running import (
     run,
     tokens_of,
 )
-from vllm_kvevict.engine.groups import layer_groups
+from vllm_kvevict.engine.layers import LayerMap
 from vllm_kvevict.engine.memory import bounds_of
 
 LONG_ANSWERS = [Ask(40 + 20 * i, "full", max_tokens=350, seed=i) for i in range(5)]
@@ -56,7 +56,7 @@ def test_front_end_and_scheduler_know_of_the_same_memory(models, architecture, b
         (foreseen,) = bounds_of(llm.llm_engine.vllm_config).ranks
         ledger = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
         (known,) = ledger.books.ranks
-        groups = layer_groups(llm.llm_engine.vllm_config)
+        groups = LayerMap.predicted(llm.llm_engine.vllm_config)
         pages_per_block = known.pages // ledger.blocks.most
     assert dataclasses.replace(foreseen, pages=known.pages) == known
     assert known.pages - len(groups.others) * pages_per_block <= foreseen.pages <= known.pages

@@ -8,7 +8,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.engine.support.running import Ask, evicting_engine, run
 from vllm_kvevict.engine import sizing
 from vllm_kvevict.engine.config import require_options
-from vllm_kvevict.engine.groups import layer_groups
+from vllm_kvevict.engine.layers import LayerMap
 from vllm_kvevict.engine.memory import bytes_for, stages_of
 from vllm_kvevict.server import Server
 
@@ -25,7 +25,7 @@ def memory_for(model):
     options = require_options(config)
     plans = [options.plan(LENGTH, {"kv_eviction": policy, "kv_budget": 0.5}) for policy in ("full", "snapkv")]
     needed = bytes_for(config, plans, LENGTH)
-    places = max(map(layer_groups(config).places, stages_of(config)))
+    places = max(map(LayerMap.predicted(config).places, stages_of(config)))
     return needed, places * config.cache_config.block_size * 2 * (2 * 32 * 4)
 
 

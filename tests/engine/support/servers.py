@@ -35,9 +35,10 @@ from benchmarks.harness.models import make_model
 from vllm_kvevict import __version__
 from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KEY, Options
+from vllm_kvevict.engine.layers import LayerMap
 from vllm_kvevict.engine.messages import Handshake
 from vllm_kvevict.engine.scheduler.scheduler import AsyncEvictionScheduler, EvictionScheduler
-from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
+from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.inputs import HeadDims
 
@@ -226,7 +227,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
     blocks = config.cache_config.num_gpu_blocks
     if setup.has_other_layers:
         # What is kept for the other layers comes on top.
-        blocks += blocks_kept(groups, config)
+        blocks += LayerMap.found(groups).blocks_kept(config)
         config.cache_config.num_gpu_blocks = blocks
     kv_cache = KVCacheConfig(blocks, [], groups)
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)

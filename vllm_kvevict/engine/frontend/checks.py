@@ -13,7 +13,7 @@ from vllm_kvevict.engine.config import KEY, KVEvictionError, Options, require_op
 from vllm_kvevict.engine.decoding import LEAST_BUDGET
 from vllm_kvevict.engine.devices import CPU, Device, this_device
 from vllm_kvevict.engine.errors import other_scheduler
-from vllm_kvevict.engine.groups import BOTH, FULL_ATTENTION, LAYER_TYPES, WINDOW, layer_groups, layer_types
+from vllm_kvevict.engine.layers import BOTH, FULL_ATTENTION, LAYER_TYPES, WINDOW, LayerMap, layer_types
 from vllm_kvevict.engine.memory import evicted_layers_of_stages
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import EvictionConfig
@@ -169,7 +169,7 @@ def check_model(vllm_config: Any) -> None:
             )
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config)
-    if layer_groups(vllm_config).others:
+    if not LayerMap.predicted(vllm_config).all_evicted:
         _check_mixed_layers(vllm_config)
     _check_kv_dtype(vllm_config)
     _check_page_size(vllm_config)
@@ -216,7 +216,7 @@ def _check_speculation(vllm_config: Any) -> None:
             "--kv-eviction cannot be combined with speculative decoding on several pipeline stages: in vLLM the "
             "workers of all stages but the last fail at start-up, so set --pipeline-parallel-size to 1"
         )
-    if any(isinstance(spec, MambaSpec) for spec in layer_groups(vllm_config).specs):
+    if any(isinstance(spec, MambaSpec) for spec in LayerMap.predicted(vllm_config).specs):
         raise KVEvictionError(
             "--kv-eviction cannot be combined with speculative decoding on models with states (Mamba, linear "
             "attention): rejected draft tokens cannot be removed from a state, so remove one of the two"
@@ -316,7 +316,8 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
         KVEvictionError: one sentence naming the flags.
     """
     check_stages(config, list(map(len, evicted_layers_of_stages(vllm_config))), name)
-    if layer_groups(vllm_config).others and schedule_for(config.policy).most_extra_rows(config.params):
+    computes_twice = schedule_for(config.policy).most_extra_rows(config.params)
+    if computes_twice and not LayerMap.predicted(vllm_config).all_evicted:
         raise KVEvictionError(
             f"{name} {config.policy} cannot serve this model: it computes some tokens twice, which layers without "
             "full attention cannot undo, so choose another policy",

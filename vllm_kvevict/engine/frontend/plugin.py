@@ -32,9 +32,6 @@ logger = init_logger("vllm.kv_eviction")
 
 ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
 
-EVICTED_KIND = "full_attention"
-"""vLLM's name for the layers whose KV is evicted."""
-
 FIELDS = ("kv_eviction", "kv_budget", "kv_decode_budget", "kv_eviction_config")
 
 
@@ -151,14 +148,14 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from vllm_kvevict.engine.frontend import checks, cores, requests
-    from vllm_kvevict.engine.groups import layer_groups
+    from vllm_kvevict.engine.layers import LayerMap
 
     device = checks.check_environment()
     checks.check_arguments(args)
     vllm_config = create_engine_config(_our_arguments(args, options, device), *rest, **kwargs)
     _drop_unreached_window(vllm_config)
     checks.check_model(vllm_config)
-    if vllm_config.cache_config.enable_prefix_caching and layer_groups(vllm_config).others:
+    if vllm_config.cache_config.enable_prefix_caching and not LayerMap.predicted(vllm_config).all_evicted:
         # It knows one kind of layers. vLLM makes more than one setting depend on it.
         without = copy.copy(args)
         without.enable_prefix_caching = False
@@ -193,12 +190,14 @@ def _our_arguments(args: Any, options: Options, device: Device) -> Any:
     """A copy of the arguments: vLLM may configure the same ones again, and must then find what the user gave."""
     from vllm.config import KVTransferConfig
 
+    from vllm_kvevict.engine.layers import BACKEND_KIND
+
     ours = copy.copy(args)
     ours.additional_config = {**(args.additional_config or {}), KEY: options.to_dict()}
     ours.worker_cls = device.worker
     # Layers of other kinds keep the backend that vLLM chooses for them.
     ours.attention_config = dataclasses.replace(
-        args.attention_config, backend_per_kind={EVICTED_KIND: device.register_backend()}
+        args.attention_config, backend_per_kind={BACKEND_KIND: device.register_backend()}
     )
     # "Producer" because the other roles make vLLM hold freed requests back for transfers that never come.
     ours.kv_transfer_config = KVTransferConfig(

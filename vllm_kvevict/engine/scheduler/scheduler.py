@@ -21,12 +21,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvevict.engine.config import repeat_prompts_of, require_options
+from vllm_kvevict.engine.layers import LayerMap
 from vllm_kvevict.engine.memory import bounds_of, head_dims
 from vllm_kvevict.engine.messages import StepMessage
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.shared.prefixes import next_key, prefix_keys
-from vllm_kvevict.engine.spec import blocks_kept
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
@@ -104,7 +104,7 @@ class EvictionScheduler(Scheduler):
             # follow an eviction.
             fewest_read=2 if self.num_spec_tokens else 1,
             most_adapters=vllm_config.lora_config.max_loras if vllm_config.lora_config else 0,
-            blocks_kept=blocks_kept(self.kv_cache_config.kv_cache_groups, vllm_config),
+            blocks_kept=LayerMap.found(self.kv_cache_config.kv_cache_groups).blocks_kept(vllm_config),
             prefix_keys=partial(prefix_keys, block_size=self.hash_block_size, hash_function=hash_function),
             next_key=partial(next_key, hash_function=hash_function),
             control=AdmissionControl(

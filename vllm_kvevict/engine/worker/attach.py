@@ -20,9 +20,8 @@ from vllm_kvevict.cache.format import page_elements
 from vllm_kvevict.engine.config import KVEvictionError, Options
 from vllm_kvevict.engine.devices import Device
 from vllm_kvevict.engine.errors import finds_none
-from vllm_kvevict.engine.groups import NULL_BLOCKS
-from vllm_kvevict.engine.memory import evicted_layers_of_stages
-from vllm_kvevict.engine.spec import BoundedAttentionSpec, blocks_kept
+from vllm_kvevict.engine.layers import NULL_BLOCKS, LayerMap, is_evicted
+from vllm_kvevict.engine.memory import evicted_layers_of_stages, stages_of
 from vllm_kvevict.engine.worker.batch import Batch, Served
 from vllm_kvevict.engine.worker.blocks import BlockPages
 from vllm_kvevict.engine.worker.pages import Pages
@@ -185,13 +184,16 @@ def attach(
         KVEvictionError: when evicted layers differ in their heads or softcap, or from the model's configuration.
     """
     by_name, stages = _evicted_layers(vllm_config, kv_cache_config), evicted_layers_of_stages(vllm_config)
-    mine, layers = stages[get_pp_group().rank_in_group], list(by_name.values())
+    stage, layers = get_pp_group().rank_in_group, list(by_name.values())
+    mine, layer_map = stages[stage], LayerMap.found(kv_cache_config.kv_cache_groups)
     _check_heads(vllm_config, layers)
-    _check_layers(vllm_config, layers, mine)
+    _check_layers(vllm_config, layer_map, stages_of(vllm_config)[stage])
     first, max_requests = layers[0], vllm_config.scheduler_config.max_num_seqs
     logits = [(layer.impl.scale, layer.impl.softcap) for layer in layers]
     storage = _as_pages(kv_caches[next(iter(by_name))], page_elements(options.page_size, first.head_size))
-    block_pages = _find_blocks(vllm_config, kv_cache_config, first.layer_name, storage[0].nbytes)
+    block_pages = None
+    if not layer_map.all_evicted:
+        block_pages = _find_blocks(kv_cache_config, first.layer_name, storage[0].nbytes)
     group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
     uses_our_kernel = options.kernels and first.impl.sinks is None
     heads = (first.num_kv_heads, group) if uses_our_kernel and not softcap else None
@@ -217,7 +219,9 @@ def attach(
         decode_slots=torch.full((max_requests,), -1, dtype=torch.int64, device=storage.device),
         block_pages=block_pages,
         num_blocks=kv_cache_config.num_blocks,
-        capacity=_capacity(vllm_config, kv_cache_config, cache, block_pages),
+        capacity=_capacity(
+            kv_cache_config.num_blocks - layer_map.blocks_kept(vllm_config), cache, block_pages
+        ),
     )
 
 
@@ -245,30 +249,25 @@ def _cache(
 def _evicted_layers(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Attention]:
     """The layers whose groups are ours, by their names, from the lowest on."""
     groups = kv_cache_config.kv_cache_groups
-    ours = [group for group in groups if isinstance(group.kv_cache_spec, BoundedAttentionSpec)]
+    ours = [group for group in groups if is_evicted(group.kv_cache_spec)]
     names = sorted((name for group in ours for name in group.layer_names), key=extract_layer_index)
     context = vllm_config.compilation_config.static_forward_context
     return {name: context[name] for name in names}
 
 
-def _find_blocks(
-    vllm_config: VllmConfig, kv_cache_config: Any, layer: str, page_bytes: int
-) -> BlockPages | None:
-    """Where the pages of blocks lie, if other layers use blocks of the same memory."""
-    if not blocks_kept(kv_cache_config.kv_cache_groups, vllm_config):
-        return None
+def _find_blocks(kv_cache_config: Any, layer: str, page_bytes: int) -> BlockPages:
+    """Where the pages of blocks lie that other layers use, too."""
     layout = next(tensor for tensor in kv_cache_config.kv_cache_tensors if layer in tensor.layers)
     return BlockPages.of(layout, kv_cache_config.num_blocks, page_bytes)
 
 
-def _capacity(
-    vllm_config: VllmConfig, kv_cache_config: Any, cache: PagedKVCache, block_pages: BlockPages | None
-) -> int:
-    """The most pages that there can be."""
-    if block_pages is None:
-        return cache.pool.num_pages
-    kept = blocks_kept(kv_cache_config.kv_cache_groups, vllm_config)
-    return (kv_cache_config.num_blocks - kept) * block_pages.per_block
+def _capacity(blocks: int, cache: PagedKVCache, block_pages: BlockPages | None) -> int:
+    """The most pages that there can be.
+
+    Args:
+        blocks: that may become pages, where other layers use blocks, too.
+    """
+    return cache.pool.num_pages if block_pages is None else blocks * block_pages.per_block
 
 
 def _parts_of(
@@ -321,10 +320,12 @@ def _check_heads(vllm_config: VllmConfig, layers: Sequence[Attention]) -> None:
         )
 
 
-def _check_layers(vllm_config: VllmConfig, layers: Sequence[Attention], expected: range) -> None:
+def _check_layers(vllm_config: VllmConfig, found: LayerMap, stage: range) -> None:
     """Refuse a model that has other layers than its configuration says: the front-end checks requests by that."""
-    if len(layers) != len(expected):
+    expected = [layer for layer in LayerMap.predicted(vllm_config).evicted_layers if layer in stage]
+    if found.evicted_layers != expected:
         raise KVEvictionError(
-            f"--kv-eviction cannot serve {vllm_config.model_config.model} as it is: by its config.json this rank has "
-            f"{len(expected)} layers with full attention, but the model has {len(layers)}, so leave the flag out"
+            f"--kv-eviction cannot serve {vllm_config.model_config.model} as it is: by its config.json the layers of "
+            f"this rank with full attention are {expected}, but the model has {found.evicted_layers}, so leave the "
+            "flag out"
         )

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvevict.engine.devices import this_device
+from vllm_kvevict.engine.layers import is_evicted
 from vllm_kvevict.engine.process import check_alone
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.engine.worker.host_memory import ask_for_half_of_what_is_free
@@ -47,8 +47,7 @@ class _EvictionMixin:
     def get_kv_cache_spec(self) -> dict[str, Any]:
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         return {
-            name: BoundedAttentionSpec.of(spec) if type(spec) is FullAttentionSpec else spec
-            for name, spec in specs.items()
+            name: BoundedAttentionSpec.of(spec) if is_evicted(spec) else spec for name, spec in specs.items()
         }
 
     def determine_available_memory(self) -> int:

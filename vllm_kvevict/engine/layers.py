@@ -1,4 +1,7 @@
-"""Which of a model's layers are evicted, and how vLLM groups them with the others."""
+"""Which of a model's layers are evicted, and how vLLM groups them with the others.
+
+It is predicted by the model's configuration, found in vLLM's groups where there are any, and workers compare both.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -6,13 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from vllm_kvevict.engine import versions
 
 NULL_BLOCKS = 1
 """Blocks that vLLM's pool keeps back and its check at start-up does not count: the null block."""
+
+BACKEND_KIND = "full_attention"
+"""vLLM's name for the kind of layers that get our attention backend."""
 
 FULL_ATTENTION = {"attention", "full_attention"}
 WINDOW = "sliding_attention"
@@ -23,8 +36,17 @@ LAYER_TYPES = {*FULL_ATTENTION, WINDOW, *STATES, BOTH, "mlp", "moe"}
 a window of tokens, or a state, of each request; or have attention and a state side by side; or remember nothing."""
 
 
+EVICTED_SPECS: set[type[KVCacheSpec]] = {FullAttentionSpec}
+"""Specs of layers that are evicted: vLLM's, and the one that takes its place in workers (``spec.py``)."""
+
+
+def is_evicted(spec: KVCacheSpec) -> bool:
+    """Whether a layer with this spec is evicted."""
+    return type(spec) in EVICTED_SPECS
+
+
 @dataclass(frozen=True)
-class LayerGroups:
+class LayerMap:
     """The groups of a model's layers: layers of one group share block tables.
 
     A block is a piece of memory with a place for each layer of a group. Which group has it, changes from block to
@@ -39,44 +61,66 @@ class LayerGroups:
     others: tuple[tuple[int, ...], ...] = ()
     specs: tuple[KVCacheSpec, ...] = ()
 
+    @classmethod
+    def predicted(cls, vllm_config: Any) -> "LayerMap":
+        """How vLLM will group the layers of a model, by its configuration; no layer need exist yet."""
+        model = vllm_config.model_config
+        types = layer_types(model.hf_text_config)
+        if set(types) <= FULL_ATTENTION:
+            return cls((tuple(range(model.get_total_num_hidden_layers())),))
+        return _grouped(
+            tuple((layer, spec) for layer, kind in enumerate(types) for spec in _specs(vllm_config, kind))
+        )
+
+    @classmethod
+    def found(cls, groups: Sequence[KVCacheGroupSpec]) -> "LayerMap":
+        """How vLLM has grouped the layers of a worker."""
+        return cls._of(
+            [(tuple(map(extract_layer_index, group.layer_names)), group.kv_cache_spec) for group in groups]
+        )
+
+    @classmethod
+    def _of(cls, groups: Sequence[tuple[tuple[int, ...], KVCacheSpec]]) -> "LayerMap":
+        """Of groups of layers, by their numbers, with these specs."""
+        others = [(layers, spec) for layers, spec in groups if not is_evicted(spec)]
+        return cls(
+            tuple(layers for layers, spec in groups if is_evicted(spec)),
+            tuple(layers for layers, _ in others),
+            tuple(spec for _, spec in others),
+        )
+
+    @property
+    def all_evicted(self) -> bool:
+        """Whether there are no other layers."""
+        return not self.others
+
     @property
     def evicted_layers(self) -> list[int]:
         """All evicted layers in their order."""
         return sorted(layer for group in self.evicted for layer in group)
 
+    def on_stage(self, stage: range) -> range:
+        """The evicted layers of a pipeline stage, counted among all evicted ones."""
+        layers = self.evicted_layers
+        first = sum(layer < stage.start for layer in layers)
+        return range(first, first + sum(layer in stage for layer in layers))
+
     def places(self, stage: range) -> int:
         """Places for layers in a block of a pipeline stage."""
         return max(sum(layer in stage for layer in group) for group in (*self.evicted, *self.others))
 
-    def reserve(self, vllm_config: Any) -> int:
+    def blocks_kept(self, vllm_config: Any) -> int:
         """Blocks that are never used for pages: as many as the other groups hold of one request at most, besides
-        vLLM's null block. So whatever else there is, one request can go on."""
-        return reserve_for(self.specs, vllm_config)
-
-
-def reserve_for(specs: Sequence[KVCacheSpec], vllm_config: Any) -> int:
-    """The reserve, see :meth:`LayerGroups.reserve`, where the other groups have these specs."""
-    of_one_request = sum(
-        cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in specs
-    )
-    return of_one_request + NULL_BLOCKS if specs else 0
+        vLLM's null block. So whatever else there is, one request can go on. 0 where all layers are evicted."""
+        if self.all_evicted:
+            return 0
+        held = (cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in self.specs)
+        return sum(held) + NULL_BLOCKS
 
 
 def layer_types(text_config: Any) -> Sequence[str]:
     """What the configuration of a text model says of each layer's attention; empty if all are alike."""
     return getattr(text_config, "layer_types", None) or ()
-
-
-def layer_groups(vllm_config: Any) -> LayerGroups:
-    """How vLLM will group the layers of a model, by its configuration; no layer need exist yet."""
-    model = vllm_config.model_config
-    types = layer_types(model.hf_text_config)
-    if set(types) <= FULL_ATTENTION:
-        return LayerGroups((tuple(range(model.get_total_num_hidden_layers())),))
-    specs = []
-    for layer, kind in enumerate(types):
-        specs += [(layer, spec) for spec in _specs(vllm_config, kind)]
-    return _grouped(tuple(specs))
 
 
 def _specs(vllm_config: Any, kind: str) -> list[KVCacheSpec]:
@@ -103,17 +147,10 @@ def _specs(vllm_config: Any, kind: str) -> list[KVCacheSpec]:
 
 
 @functools.lru_cache(maxsize=8)  # the front-end asks for every request
-def _grouped(specs: tuple[tuple[int, KVCacheSpec], ...]) -> LayerGroups:
+def _grouped(specs: tuple[tuple[int, KVCacheSpec], ...]) -> LayerMap:
     """Groups of layers, by their numbers, with these specs."""
-    evicted: list[tuple[int, ...]] = []
-    others: list[tuple[int, ...]] = []
-    of_others = []
     by_name = {str(index): spec for index, (_, spec) in enumerate(specs)}
-    for group in versions.load(versions.moves().groups_of_one_page_size)(by_name):
-        layers = tuple(specs[int(name)][0] for name in group.layer_names)
-        if isinstance(group.kv_cache_spec, FullAttentionSpec):
-            evicted.append(layers)
-        else:
-            others.append(layers)
-            of_others.append(group.kv_cache_spec)
-    return LayerGroups(tuple(evicted), tuple(others), tuple(of_others))
+    groups = versions.load(versions.moves().groups_of_one_page_size)(by_name)
+    return LayerMap._of(
+        [(tuple(specs[int(name)][0] for name in group.layer_names), group.kv_cache_spec) for group in groups]
+    )
