@@ -101,3 +101,19 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
         found |= new
         left += new
     return found
+
+
+def folders_as_files(graph: Mapping[str, set[str]]) -> Iterator[tuple[str, dict[str, set[str]]]]:
+    """Of every folder with other folders in it: its name, and the graph of its files and folders, each as one."""
+    names = {name.rpartition(".")[0] for name in graph if "." in name}
+    for folder in sorted({"", *(name.rpartition(".")[0] for name in names)}):
+        below = f"{folder}." if folder else ""
+        beside: dict[str, set[str]] = {}
+        for module, imported in graph.items():
+            if module.startswith(below):
+                own = module.removeprefix(below).split(".")[0]
+                others = {
+                    name.removeprefix(below).split(".")[0] for name in imported if name.startswith(below)
+                }
+                beside.setdefault(own, set()).update(others - {own, "__init__"})
+        yield folder, beside

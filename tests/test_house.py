@@ -11,6 +11,7 @@ from tests.house import (
     ROOT,
     circles,
     finds,
+    folders_as_files,
     hold,
     imported_modules,
     imports,
@@ -41,8 +42,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Parts of the project that each part may import; `engine` and the commands of `RUN_ENGINES` may import all."""
 
-RUN_ENGINES = {"sizing", "doctor", "inspect.__main__"}
-"""Commands that ask the engine's modules."""
+RUN_ENGINES = {"sizing", "doctor", "inspect.__main__", "inspect.inspection", "inspect.conversations"}
+"""Commands, and parts of them, that ask the engine's modules and vLLM."""
 
 APART = {
     "scheduler": {"worker", "frontend"},
@@ -129,6 +130,9 @@ def test_there_is_no_circle() -> None:
     assert graph["engine.connector"] and "policies.__init__" in graph["schedules.base"]
     assert "engine.frontend.rendering" in graph["engine.frontend.plugin"]  # late
     assert circles(graph) == []
+    made_up = {"a.x": {"a.sub.y"}, "a.sub.y": {"a.sub.z"}, "a.sub.z": {"a.w"}, "a.w": {"a.x"}, "b": {"a.x"}}
+    assert dict(folders_as_files(made_up))["a"] == {"x": {"sub"}, "sub": {"w"}, "w": {"x"}}
+    assert {folder: circles(beside) for folder, beside in folders_as_files(graph) if circles(beside)} == {}
 
 
 VERSION = re.compile(r"vllm\.(__version__|_?version)\b|\.MOVES|\bversions\.of\(|\bversion\.__version__")

@@ -203,7 +203,8 @@ def _read(args: argparse.Namespace, words: Sequence[str], program: str) -> Inspe
 
     if reason := registration.install():
         raise ValueError(reason)
-    from vllm_kvevict.engine import inspection, read
+    from vllm_kvevict.engine import read
+    from vllm_kvevict.inspect import inspection
 
     budget = read.budget(args.budget, "--budget")
     given, template = inspection.parse_server_arguments(program, words)

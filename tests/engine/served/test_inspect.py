@@ -9,7 +9,7 @@ from tests.engine.support.inspecting import ASK, BUDGET, LENGTH, TEXT, kept_by, 
 from tests.engine.support.running import Ask, evicting_engine, metric, run
 from tests.engine.support.serving import forked_command
 from tests.inspection.pages import read as read_page
-from vllm_kvevict.engine import inspection
+from vllm_kvevict.inspect import inspection
 from vllm_kvevict.policies import available
 from vllm_kvevict.policy_list import Entry
 

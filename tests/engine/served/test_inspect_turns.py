@@ -12,7 +12,7 @@ from tests.engine.support.inspecting import BUDGET, LENGTH, kept_by, page_of
 from tests.engine.support.running import Ask, decided, evicting_engine, run
 from tests.inspection.pages import read as read_page
 from vllm_kvevict.chats import Chat
-from vllm_kvevict.engine import inspection
+from vllm_kvevict.inspect import inspection
 from vllm_kvevict.inspect.__main__ import main
 from vllm_kvevict.policies.registry import policies_for_parts
 

@@ -2,7 +2,7 @@
 
 from tests.engine.support.running import Ask
 from tests.inspection.pages import read
-from vllm_kvevict.engine import inspection
+from vllm_kvevict.inspect import inspection
 from vllm_kvevict.inspect.page import render
 from vllm_kvevict.policy_list import Entry
 

@@ -21,12 +21,12 @@ import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM
 from vllm_kvevict.chats import Chat
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KVEvictionError, require_options
-from vllm_kvevict.engine.conversations import Reading, reading_of_chat, reading_of_text
 from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend import command_line
 from vllm_kvevict.engine.memory import bytes_for, overruled_memory
 from vllm_kvevict.engine.turns import check_parts
 from vllm_kvevict.engine.worker import recording
+from vllm_kvevict.inspect.conversations import Reading, reading_of_chat, reading_of_text
 from vllm_kvevict.inspect.data import Inspection, Kept
 from vllm_kvevict.policy_list import Entry
 from vllm_kvevict.schedules.plan import Plan
