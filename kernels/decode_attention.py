@@ -32,7 +32,7 @@ def supports(dtype: torch.dtype, page_size: int, head_dim: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """The page tables that a call reads. A row is one KV head of one layer of a request.
 
     Attributes:
@@ -78,7 +78,7 @@ class DecodeAttention:
         key: Tensor,
         value: Tensor,
         output: Tensor,
-        rows: Rows,
+        rows: BatchRows,
         tokens: Tensor | None,
         scale: float,
     ) -> None:
@@ -125,7 +125,7 @@ def reference(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    rows: Rows,
+    rows: BatchRows,
     tokens: Tensor | None,
     scale: float,
     softcap: float = 0.0,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvevict.kernels import decode_attention
-from vllm_kvevict.kernels.decode_attention import Rows
+from vllm_kvevict.kernels.decode_attention import BatchRows
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SHORTEST_PART = tl.constexpr(256)  # entries; less is not worth another program
@@ -277,7 +277,7 @@ class PagedDecode:
         key: Tensor,
         value: Tensor,
         output: Tensor,
-        rows: Rows,
+        rows: BatchRows,
         tokens: Tensor | None,
         scale: float,
     ) -> None:
@@ -317,7 +317,7 @@ class PagedDecode:
                     f"{list(matrix.shape)}, strides {matrix.stride()}"
                 )
 
-    def _store(self, key: Tensor, value: Tensor, rows: Rows, where: tuple) -> None:
+    def _store(self, key: Tensor, value: Tensor, rows: BatchRows, where: tuple) -> None:
         """Store the new entries; ``where`` says of each request which rows it has and which token is new."""
         _store[rows.request_slots.numel(), self.num_kv_heads](
             self.pages,
@@ -335,7 +335,7 @@ class PagedDecode:
             num_warps=1,
         )
 
-    def _attend(self, query: Tensor, rows: Rows, where: tuple, scale: float) -> None:
+    def _attend(self, query: Tensor, rows: BatchRows, where: tuple, scale: float) -> None:
         """Attend to every part of the rows, into the workspace."""
         requests = rows.request_slots.numel()
         _attend[requests, self.num_kv_heads, self._programs(requests)](

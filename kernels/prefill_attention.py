@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.kernels.build import load
-from vllm_kvevict.kernels.decode_attention import DTYPES, Rows
+from vllm_kvevict.kernels.decode_attention import DTYPES, BatchRows
 
 _ARGUMENTS = [
     *([ctypes.c_void_p, ctypes.c_int64] * 4),
@@ -59,7 +59,7 @@ class PrefillAttention:
         value: Tensor,
         output: Tensor,
         new_tokens: Tensor,
-        prefixes: Rows | None,
+        prefixes: BatchRows | None,
         tokens: Tensor | None,
         scale: float,
         softcap: float = 0.0,
@@ -117,7 +117,7 @@ def _matrices(*matrices: Tensor) -> list[int]:
     return arguments
 
 
-def _rows(pages: Tensor | None, rows: Rows | None) -> Sequence[int | None]:
+def _rows(pages: Tensor | None, rows: BatchRows | None) -> Sequence[int | None]:
     """The arguments that say where prefixes are."""
     if rows is None:
         return [None] * 5 + [0, 0]
@@ -133,7 +133,7 @@ def reference(
     value: Tensor,
     output: Tensor,
     new_tokens: Tensor,
-    prefixes: Rows | None,
+    prefixes: BatchRows | None,
     tokens: Tensor | None,
     scale: float,
     softcap: float = 0.0,
@@ -164,7 +164,7 @@ def reference(
 
 
 def _prefix(
-    pages: Tensor | None, page_size: int, rows: Rows | None, request: int, head: int, new: int
+    pages: Tensor | None, page_size: int, rows: BatchRows | None, request: int, head: int, new: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [P, head_dim] of what is before a request's new entries in a row."""
     if pages is None or rows is None:

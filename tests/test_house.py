@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -61,8 +62,8 @@ SET_FROM_OUTSIDE = {
     "engine.scheduler.answers": "request.max_tokens",
     "engine.scheduler.ledger": "self.prefix_cache_stats.reset",
     "engine.scheduler.scheduler": "output.total_num_scheduled_tokens request.priority self.kv_cache_manager.ends",
-    "engine.scheduler.shared.compressed": "prefix.held prefix.is_forgotten",
-    "engine.scheduler.shared.segments": "segment.is_forgotten segment.lasting segment.parent.children segment.users",
+    "engine.scheduler.shared.compressed": "prefix.held prefix.is_invalid",
+    "engine.scheduler.shared.segments": "segment.is_invalid segment.lasting_refs segment.parent.children segment.refs",
     "engine.scheduler.shared.store": "producer.priority",
     "schedules.registry": "resident.eviction",
 }
@@ -273,6 +274,27 @@ def test_functions_of_vllm_are_replaced_in_one_place() -> None:
     assert finds(check, "engine.x", "def wrapped():\n    ...\nsetattr(cls, name, wrapped)")
     assert not finds(check, "engine.x", "request.max_tokens = tokens\nsetattr(self, name, None)")
     hold(offenders(check, "engine."))
+
+
+MANY_MEANINGS = {"take", "forget", "give_back"}
+"""What nothing is called, but ``allocate``, ``acquire`` or ``hold``; ``invalidate`` or ``remove``; ``free`` or ``release``."""
+
+
+def names_with_many_meanings(module: str, tree: ast.Module) -> Iterator[str]:
+    yield from (node.name for node in ast.walk(tree) if getattr(node, "name", None) in MANY_MEANINGS)
+
+
+def test_a_name_has_one_meaning() -> None:
+    """Classes have names of their own, so that whoever searches for one finds one."""
+    assert finds(names_with_many_meanings, "x", "class Pool:\n    def take(self): ...") == ["take"]
+    hold(offenders(names_with_many_meanings))
+    classes = [
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not {name: count for name, count in Counter(classes).items() if count > 1}
 
 
 def makes_a_message(module: str, tree: ast.Module) -> Iterator[str]:

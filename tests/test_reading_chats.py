@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_kvevict.chats import Chat, parse_chat, read_chat, read_entries
+from vllm_kvevict.chats import ChatRequest, parse_chat, read_chat, read_entries
 
 USER = {"role": "user", "content": "Hello."}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -23,9 +23,9 @@ def test_all_that_the_prompt_depends_on_is_kept():
     }
     body |= kept
     settings = {**kept, "chat_template_kwargs": {"a": 1, "documents": [{"text": "d"}]}}
-    assert parse_chat(body, "x") == Chat([USER], settings)
-    assert parse_chat([USER], "x") == Chat([USER])
-    assert parse_chat({"messages": [USER], "tools": None}, "x") == Chat([USER])
+    assert parse_chat(body, "x") == ChatRequest([USER], settings)
+    assert parse_chat([USER], "x") == ChatRequest([USER])
+    assert parse_chat({"messages": [USER], "tools": None}, "x") == ChatRequest([USER])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_files_of_one_and_of_many(text, places, tmp_path):
         f"--f {path}{place}" for place in places
     ]
     if len(places) == 1:
-        assert read_chat(str(path), "--f") == Chat([USER])
+        assert read_chat(str(path), "--f") == ChatRequest([USER])
 
 
 @pytest.mark.parametrize(

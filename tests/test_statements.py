@@ -20,7 +20,7 @@ from vllm_kvevict.cache import PageFormat
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.blocks import NoBlocks
 from vllm_kvevict.engine.scheduler.books import Books
-from vllm_kvevict.engine.scheduler.extra_tokens import Turn
+from vllm_kvevict.engine.scheduler.extra_tokens import ExtraTokensSlot
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.scheduler import EvictionScheduler
@@ -106,7 +106,7 @@ WRONG: dict[str, tuple[type, str, FunctionType, dict[str, Any]]] = {
         half,
         {},
     ),
-    "test_probes_and_repeats_take_turns": (Turn, "take_for_probe", whoever_asks, {}),
+    "test_probes_and_repeats_take_turns": (ExtraTokensSlot, "acquire_for_probe", whoever_asks, {}),
     "test_report_of_an_older_admission_is_dropped": (PageLedger, "on_report", any_epoch, {}),
     "test_entries_move_as_bytes_and_nothing_else_changes": (PageFormat, "move", as_numbers, NUMBERS),
     "test_what_is_used_and_what_will_be_is_not_dropped": (SegmentCache, "_use", nobody_uses, {}),

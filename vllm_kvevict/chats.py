@@ -25,7 +25,7 @@ TO_TEMPLATE = ("documents", "reasoning_effort")
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatRequest:
     """What a prompt is made of.
 
     Attributes:
@@ -109,7 +109,7 @@ def read_entries(name: str, flag: str) -> list[tuple[str, Any]]:
     return entries
 
 
-def read_chat(name: str, flag: str) -> Chat:
+def read_chat(name: str, flag: str) -> ChatRequest:
     """The chat of a file.
 
     Raises:
@@ -121,7 +121,7 @@ def read_chat(name: str, flag: str) -> Chat:
     return parse_chat(entry, place)
 
 
-def parse_chat(entry: Any, place: str) -> Chat:
+def parse_chat(entry: Any, place: str) -> ChatRequest:
     """A chat from what JSON says.
 
     Args:
@@ -140,7 +140,7 @@ def parse_chat(entry: Any, place: str) -> Chat:
     for number, message in enumerate(messages, 1):
         if problem := _problem(message):
             raise ValueError(f"{place}, message {number}: {problem}")
-    return Chat(messages, _settings(body, place))
+    return ChatRequest(messages, _settings(body, place))
 
 
 def _problem(message: Any) -> str | None:

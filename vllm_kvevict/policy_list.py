@@ -12,7 +12,7 @@ _PARAMETER = re.compile(r"(\w+)=([^\s,=]+)")
 
 
 @dataclass(frozen=True)
-class Entry:
+class PolicySpec:
     """A policy with parameters.
 
     Attributes:
@@ -39,7 +39,7 @@ class Entry:
         return self.policy + (f":{self.field}" if self.texts else "") + (f"@{self.note}" if self.note else "")
 
 
-def parse(text: str) -> Entry:
+def parse(text: str) -> PolicySpec:
     """Read one entry.
 
     Raises:
@@ -53,7 +53,7 @@ def parse(text: str) -> Entry:
         texts = () if given is None else parse_parameters(given)
     except ValueError as error:
         raise ValueError(f"{text!r} is not {GRAMMAR}: {error}") from None
-    return Entry(match["policy"], texts, match["note"] or "")
+    return PolicySpec(match["policy"], texts, match["note"] or "")
 
 
 def parse_parameters(text: str) -> tuple[tuple[str, str], ...]:
@@ -79,7 +79,7 @@ def values(texts: Iterable[tuple[str, str]]) -> dict[str, Any]:
     return {name: _value(text) for name, text in texts}
 
 
-def checked(entries: Sequence[str], known: Sequence[str]) -> list[Entry]:
+def checked(entries: Sequence[str], known: Sequence[str]) -> list[PolicySpec]:
     """Read entries whose policies must be known, each once.
 
     Raises:

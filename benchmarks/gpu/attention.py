@@ -27,7 +27,7 @@ from benchmarks.harness.tables import table
 from benchmarks.micro import loop
 from benchmarks.micro.loop import Found
 from vllm_kvevict.engine.worker.batch import Sequences
-from vllm_kvevict.kernels.decode_attention import Rows
+from vllm_kvevict.kernels.decode_attention import BatchRows
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 
 FULL, PER_HEAD = "FlashAttention, all KV", "FlashAttention per head"
@@ -133,7 +133,7 @@ class Kept:
         self.sequences = Sequences(on_device.flatten(), table, places, int(lengths.max()), 1)
         starts = (places[:-1] * table.shape[1]).view(lengths.shape)
         slots = torch.arange(len(lengths), device=device)
-        self.rows = Rows(table.flatten(), starts, on_device, slots, 0)
+        self.rows = BatchRows(table.flatten(), starts, on_device, slots, 0)
 
     def pages(self) -> tuple[Tensor, Tensor]:
         """Keys and values as pages of one head, as the engine hands them to FlashAttention."""

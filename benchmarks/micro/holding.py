@@ -6,7 +6,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.batch import lay_out
 from vllm_kvevict.engine.worker.cpu import CPUPages
-from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows
+from vllm_kvevict.kernels.decode_attention import BatchRows, DecodeAttention
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 8, 8, 4, 64, 32
 GROUP = QUERY_HEADS // KV_HEADS
@@ -65,7 +65,7 @@ class Holding:
         """The same, and it stores the new entries."""
         tables = self.cache.tables
         for layer in range(LAYERS):
-            rows = Rows(
+            rows = BatchRows(
                 tables.arena, tables.row_starts, tables.kv_len, self.step.request_slots, layer * KV_HEADS
             )
             self._kernel(self.query, self.entries, self.entries, self.output, rows, None, HEAD_DIM**-0.5)

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness.options import add
 from benchmarks.quality import NEEDLE
 from benchmarks.quality.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER, make_tokenizer, vocabulary
-from vllm_kvevict.quality.tasks import TASKS, Draw, Needle, Sentence
+from vllm_kvevict.quality.tasks import TASKS, Needle, Sentence, WordDraw
 
 HIDDEN, LAYERS = 192, 4
 MAX_POSITIONS = 5120
@@ -81,7 +81,7 @@ class Conversations:
 
     def repetition(self, length: int) -> tuple[list[int], list[int], list[int]]:
         """A few records over and over, each time in another order: the densest way to teach what follows a name."""
-        draw = Draw(self.rng, FIRST_WORDS)
+        draw = WordDraw(self.rng, FIRST_WORDS)
         records = [draw.record() for _ in range(self.rng.randint(2, max(3, length // 12)))]
         words = [SYSTEM]
         while len(words) <= length:
@@ -99,7 +99,7 @@ class Conversations:
     def conversation(self, length: int, share: float) -> tuple[list[int], list[int], list[int]]:
         """One text that fills a share of the length, and its questions."""
         rng = self.rng
-        draw = Draw(rng, None)
+        draw = WordDraw(rng, None)
         room = int(share * length)
         density = rng.choice((0.1, 0.3, 0.6, 1.0))
         noise = rng.choice(("filler", "records"))

@@ -184,21 +184,21 @@ def test_check_mode_knows_chains_whose_longest_rows_are_others(cache):
 
 
 def in_common(cache):
-    """A request that has left two entries, the second of which completes the first; its slot, and what it holds."""
+    """A request that has left two entries, the second of which fills the first; its slot, and what it holds."""
     donor = read(cache, 100, KEPT)
     cache.loans.freeze(1, donor)
     evict_on(cache, donor, 60, [40, 26, 0, 40])
-    assert cache.loans.freeze(2, donor, completes=1) == 2  # one row ends with a page, one keeps nothing more
+    assert cache.loans.freeze(2, donor, fills=1) == 2  # one row ends with a page, one keeps nothing more
     return donor, entries(cache, donor)
 
 
 def test_what_two_entries_have_in_common_is_stored_once(cache):
     loans, (donor, content) = cache.loans, in_common(cache)
     first, second = loans[1], loans[2]
-    completed = (second.first - first.full).tolist()
-    assert sum(completed) == 2
+    filled = (second.first - first.full).tolist()
+    assert sum(filled) == 2
     kept = [sum(pair) for pair in zip(KEPT, [40, 26, 0, 40], strict=True)]
-    twice = sum(rest > 0 and not done for rest, done in zip(first.rest.tolist(), completed, strict=True))
+    twice = sum(rest > 0 and not done for rest, done in zip(first.rest.tolist(), filled, strict=True))
     assert len(first.pages) + len(second.pages) == sum(-(-rows // PS) for rows in kept) + twice
     cache.verify()
     fork, branch = cache.open([(1, None), (2, None)]), cache.open([(1, None)])
@@ -219,7 +219,7 @@ def test_what_two_entries_have_in_common_is_stored_once(cache):
     # Nobody uses what was behind it: another one may take that place.
     third = cache.open([(1, None)])
     evict_on(cache, third, 60, [40, 40, 40, 40])
-    assert loans.freeze(4, third, completes=1) == int((first.rest > 0).sum())
+    assert loans.freeze(4, third, fills=1) == int((first.rest > 0).sum())
     again = cache.open([(1, None), (3, None)])
     assert all(torch.equal(*pair) for pair in zip(of_branch, entries(cache, again), strict=True))
     cache.verify()
@@ -246,14 +246,14 @@ def test_one_that_uses_a_completed_page_goes_on_without_the_entry_that_did(cache
     assert cache.physical_pages == 0
 
 
-def test_only_the_entry_before_is_completed(cache):
+def test_only_the_entry_before_is_filled(cache):
     loans, (donor, _) = cache.loans, in_common(cache)
     evict_on(cache, donor, 60, [40, 40, 40, 40])
     with pytest.raises(ValueError, match=f"request slot {donor} does not go on behind shared entry 1"):
-        loans.freeze(3, donor, completes=1)
+        loans.freeze(3, donor, fills=1)
     loans.drop(2)
     with pytest.raises(ValueError, match=f"request slot {donor} does not go on behind shared entry 1"):
-        loans.freeze(3, donor, completes=1)
+        loans.freeze(3, donor, fills=1)
 
 
 # Whole columns that were read, each part of them behind its parents.

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_kvevict.kernels.decode_attention import Rows
+from vllm_kvevict.kernels.decode_attention import BatchRows
 
 Lengths = Sequence[Sequence[int]]
 """Of the requests' heads."""
 
 
-def place(lengths: Lengths, page_size: int, random: torch.Generator, layer: int = 1) -> Rows:
+def place(lengths: Lengths, page_size: int, random: torch.Generator, layer: int = 1) -> BatchRows:
     """Tables of rows of these lengths in one of two layers: pages in random order, slots that are not in order."""
     requests, heads = len(lengths), len(lengths[0])
     slots = torch.randperm(requests + 2, generator=random)[:requests]
@@ -21,10 +21,10 @@ def place(lengths: Lengths, page_size: int, random: torch.Generator, layer: int 
     widths = -(-own // page_size)
     starts = (widths.flatten().cumsum(0).view_as(widths) - widths).int()
     arena = torch.randperm(int(widths.sum()), generator=random).int()
-    return Rows(arena, starts, own, slots, first)
+    return BatchRows(arena, starts, own, slots, first)
 
 
-def forget(rows: Rows, written: Lengths, *parts: Tensor) -> None:
+def forget(rows: BatchRows, written: Lengths, *parts: Tensor) -> None:
     """Make NaN of what is behind so many entries of each row, in parts of all pages, [pages, page_size, d] each."""
     page_size = parts[0].shape[1]
     for slot, of_request in zip(rows.request_slots.tolist(), written, strict=True):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.stored import forget, place, without_last
-from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows, reference, supports
+from vllm_kvevict.kernels.decode_attention import BatchRows, DecodeAttention, reference, supports
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 LENGTHS = ((1, 31), (32, 33), (64, 200), (2047, 2048), (2049, 4100))
@@ -23,7 +23,7 @@ class Case(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    rows: Rows
+    rows: BatchRows
     tokens: Tensor | None
     scale: float
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.kernels.stored import forget, place, without_last
 from vllm_kvevict.kernels import paged_decode
-from vllm_kvevict.kernels.decode_attention import Rows
+from vllm_kvevict.kernels.decode_attention import BatchRows
 from vllm_kvevict.kernels.paged_decode import PagedDecode, reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -27,7 +27,7 @@ class Case(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    rows: Rows
+    rows: BatchRows
     tokens: Tensor | None = None
     scale: float = 0.125
     softcap: float = 0.0
@@ -83,7 +83,7 @@ def _case(lengths, device, dtype=torch.float32, page_size=32, head_dim=64, group
     new = torch.randn(2, requests, heads, head_dim, generator=random)
     data = (x.to(device, dtype) for x in (query, *new))
     tables = (stored.arena, stored.starts, stored.lengths, stored.request_slots)
-    rows = Rows(*(x.to(device) for x in tables), first=heads)
+    rows = BatchRows(*(x.to(device) for x in tables), first=heads)
     return Case(pages.flatten(1).to(device, dtype), page_size, *data, rows, **more)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.stored import forget, place
-from vllm_kvevict.kernels.decode_attention import Rows
+from vllm_kvevict.kernels.decode_attention import BatchRows
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention, reference, supports
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -26,7 +26,7 @@ class Case(NamedTuple):
     new_tokens: Tensor
     pages: Tensor | None = None
     page_size: int = 32
-    prefixes: Rows | None = None
+    prefixes: BatchRows | None = None
     tokens: Tensor | None = None
     options: dict[str, Any] = {}  # noqa: RUF012
 

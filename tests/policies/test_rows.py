@@ -229,7 +229,7 @@ WRONG = {
     ),
     "what is pinned is scored": (rows, "_part", with_pinned),
     "rows are out of place": (rows, "_part", out_of_place),
-    "what is pinned counts": (rows.Rows, "entries", property(lambda self: list(self.lengths))),
+    "what is pinned counts": (rows.RaggedRows, "entries", property(lambda self: list(self.lengths))),
 }
 
 

@@ -13,10 +13,10 @@ from tests.engine.support import hostile_loads, loads
 from tests.engine.support.loads import Load
 from tests.engine.support.loads_in_turns import CONVERSATIONS, with_turns
 from tests.engine.support.simulation import Simulation
-from vllm_kvevict.policies.cuts import Question
+from vllm_kvevict.policies.cuts import CutQuery
 from vllm_kvevict.schedules.plan import Admission, Plan
 from vllm_kvevict.schedules.registry import schedule_of
-from vllm_kvevict.schedules.reports import Answer
+from vllm_kvevict.schedules.reports import ArbiterAnswer
 
 SEEDS = 16
 TAKE = {"take_chunk": 128, "take_probe": 16, "take_warmup_layers": 1}
@@ -153,11 +153,11 @@ def line_of(simulation: Simulation, output: SchedulerOutput, numbers: Numbers, e
     return json.dumps({name: value for name, value in step.items() if value})
 
 
-def _answer(answer: Answer) -> str:
+def _answer(answer: ArbiterAnswer) -> str:
     """By the names that answers had when the record was written."""
     said = answer.said
-    if isinstance(said, Question):
-        return f"CutQuestion(epoch={answer.epoch}, question={said!r})"
+    if isinstance(said, CutQuery):
+        return f"CutQuestion(epoch={answer.epoch}, question={repr(said).replace('CutQuery', 'Question')})"
     if isinstance(said, int):
         return f"Cut(epoch={answer.epoch}, key={said})"
     return f"LayerBudgets(epoch={answer.epoch}, budgets={said!r})"

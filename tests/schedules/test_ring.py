@@ -24,13 +24,13 @@ class Writer:
 
     def __init__(self, name: int, at: QueryRing, window: int, first: int, interval: int):
         self.name, self.ring, self.window = name, at, window
-        self.part, self.tokens = at.take(), 0
+        self.part, self.tokens = at.acquire(), 0
         self.position, self.interval = first, interval
 
     def keeps(self, count: int, row: int) -> KeptQueries:
         """Of its next tokens, which are rows of a batch from ``row`` on."""
         first = max(self.tokens, self.position - self.window)
-        places = [self.ring.place(self.part, token) for token in range(first, self.tokens + count)]
+        places = [self.ring.slot(self.part, token) for token in range(first, self.tokens + count)]
         return KeptQueries(range(row + count - len(places), row + count), places)
 
 
@@ -85,7 +85,7 @@ def test_last_queries_come_back_oldest_first(drafts: int) -> None:
                 reads, wraps = reads + 1, wraps + (writer.position % shared.size not in (0, window))
                 writer.position += writer.interval
         for writer in choose.sample(writers, choose.random() < 0.05):
-            shared.give_back(writer.part)
+            shared.release(writer.part)
             writers.remove(writer)
     assert reads > 100 and wraps > 50
 
@@ -100,18 +100,18 @@ def test_a_ring_that_is_too_short_is_noticed(monkeypatch) -> None:
 
 def test_parts_are_given_back_and_run_out() -> None:
     shared = ring(2, 4)
-    first, second = shared.take(), shared.take()
+    first, second = shared.acquire(), shared.acquire()
     assert {first, second} == {0, 1} and shared.num_parts == 2
     with pytest.raises(RuntimeError, match="all 2 parts of the ring"):
-        shared.take()
-    shared.give_back(first)
-    assert shared.take() == first
+        shared.acquire()
+    shared.release(first)
+    assert shared.acquire() == first
 
 
 def test_what_is_kept_of_nobody_touches_no_request() -> None:
     """A replayed graph writes all of its rows, in order; those of no request go to a part of their own."""
     shared = ring(2, 4)
-    places = torch.tensor([shared.nowhere, shared.place(1, 6), shared.nowhere])
+    places = torch.tensor([shared.nowhere, shared.slot(1, 6), shared.nowhere])
     rows = torch.arange(5.0)[:, None, None].expand(5, HEADS, DIM)
     shared.write(1, rows, type(shared.step([]))(None, places))
     written = ~shared.memory.isnan().flatten(3).any(3)

@@ -7,7 +7,7 @@ sizes are the shapes of tensors. The device knows which page is where. So no ste
 from vllm_kvevict.cache.format import PageFormat
 from vllm_kvevict.cache.paged import PagedKVCache
 from vllm_kvevict.cache.pool import PagePool
-from vllm_kvevict.cache.steps import Settled, Step
+from vllm_kvevict.cache.steps import Extension, Settled
 from vllm_kvevict.cache.tables import PageTables
 
-__all__ = ["PageFormat", "PagePool", "PageTables", "PagedKVCache", "Settled", "Step"]
+__all__ = ["Extension", "PageFormat", "PagePool", "PageTables", "PagedKVCache", "Settled"]

@@ -14,12 +14,12 @@ from torch.nn.functional import pad
 
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.cache.loans import Loans
-from vllm_kvevict.cache.rows import Rows, pages_between
+from vllm_kvevict.cache.rows import RowTables, pages_between
 from vllm_kvevict.cache.steps import to_device
 
 
 def compact(
-    rows: Rows,
+    rows: RowTables,
     loans: Loans,
     request_slot: int,
     row: int,
@@ -69,7 +69,7 @@ def _lengths(
 
 
 def _move(
-    rows: Rows,
+    rows: RowTables,
     request_slot: int,
     span: slice,
     kept: Sequence[torch.Tensor],
@@ -93,11 +93,11 @@ def _move(
         rows.format.move(rows.storage, rows.places(table, row, entries), rows.places(table, row, entry))
     before, stop = rows.pages_for(after), rows.pages_for(rows.lengths.of(request_slot).ravel()[span])
     if (before < stop).any():
-        rows.pool.give(pages_between(table, before, stop))
+        rows.pool.free(pages_between(table, before, stop))
 
 
 def _copy(
-    rows: Rows,
+    rows: RowTables,
     loans: Loans,
     request_slot: int,
     span: slice,
@@ -119,5 +119,5 @@ def _copy(
     table[row_of_page, column + to_device(whole, rows.device)[row_of_page]] = taken
     entry += to_device(copied, rows.device)[row]
     rows.format.move(rows.storage, source, rows.places(table, row, entry))
-    rows.pool.give(given)
+    rows.pool.free(given)
     loans.shorten(request_slot, span, np.minimum(borrowed, whole))

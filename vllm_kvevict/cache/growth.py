@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from vllm_kvevict.cache.lengths import IntArray
-from vllm_kvevict.cache.rows import Rows
-from vllm_kvevict.cache.steps import Step, to_device
+from vllm_kvevict.cache.rows import RowTables
+from vllm_kvevict.cache.steps import Extension, to_device
 from vllm_kvevict.kernels.masks import true_places
 
 
@@ -31,14 +31,19 @@ def part_of(batch: torch.Tensor, part: IntArray) -> torch.Tensor:
 
 
 def append(
-    rows: Rows, request_slots: torch.Tensor, tokens: int, pages: IntArray, partial: IntArray, triton: bool
+    rows: RowTables,
+    request_slots: torch.Tensor,
+    tokens: int,
+    pages: IntArray,
+    partial: IntArray,
+    triton: bool,
 ) -> None:
     """Add entries to each row of requests (int64 [B]); ``pages`` and ``partial`` are int64 [B], as of ``demand``."""
     tables, size, count, ending = rows.tables, rows.page_size, int(pages.sum()), int(partial.sum())
     if triton and tokens == 1:
         from vllm_kvevict.kernels.append_pages import append_pages
 
-        taken, first = rows.pool.take(count), to_device(pages.cumsum() - pages, rows.device)
+        taken, first = rows.pool.allocate(count), to_device(pages.cumsum() - pages, rows.device)
         arguments = tables.arena, tables.row_starts, tables.kv_len, request_slots, taken, first
         append_pages(*arguments, size, rows.storage)
         return
@@ -50,7 +55,7 @@ def append(
         if tokens > 1:
             # A row that ends within a page needs no more new ones than a row that ends with one.
             column = column + torch.arange(-(-tokens // size), dtype=torch.int32, device=rows.device)
-        taken = rows.pool.take_stretch(count) if tokens > 1 else rows.pool.take(count)
+        taken = rows.pool.allocate_stretch(count) if tokens > 1 else rows.pool.allocate(count)
         tables.arena[(starts[..., None] + column).flatten()[true_places(column < new, count)]] = taken
         if ending < count:
             # Some new pages become full, so tokens >= page_size and every row ends in a new page.
@@ -62,18 +67,18 @@ def append(
 
 
 def grow(
-    rows: Rows, batch: torch.Tensor, tokens: IntArray, pages: IntArray, partial: IntArray, triton: bool
+    rows: RowTables, batch: torch.Tensor, tokens: IntArray, pages: IntArray, partial: IntArray, triton: bool
 ) -> None:
     """Add tokens, int64 [B], to requests (int64 [B] on the device); arguments as of :func:`append`."""
     for part, count in by_tokens(tokens):
         append(rows, part_of(batch, part), count, pages[part], partial[part], triton)
 
 
-def fill(rows: Rows, request_slot: int, empty: slice, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fill(rows: RowTables, request_slot: int, empty: slice, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Give some of a request's rows, which are empty, pages for so many tokens, as of :meth:`PagedKVCache.fill`."""
     heads, size = empty.stop - empty.start, rows.page_size
     columns = -(-tokens // size)
-    pages = rows.pool.take_stretch(heads * columns).view(heads, -1)
+    pages = rows.pool.allocate_stretch(heads * columns).view(heads, -1)
     rows.tables.region(request_slot)[empty, :columns] = pages
     if tokens % size:
         rows.format.blank_pages(rows.storage, pages[:, -1])
@@ -83,7 +88,7 @@ def fill(rows: Rows, request_slot: int, empty: slice, tokens: int) -> tuple[torc
     return places.t().flatten(), pages
 
 
-def expect(rows: Rows, request_slot: int, empty: slice, tokens: int) -> None:
+def expect(rows: RowTables, request_slot: int, empty: slice, tokens: int) -> None:
     """Count so many tokens in some of a request's rows, which are empty and stay so until :func:`fill_chosen`."""
     rows.lengths.replace(request_slot, empty.start, np.full(empty.stop - empty.start, tokens))
 
@@ -104,7 +109,7 @@ class Chosen(NamedTuple):
     spared: int
 
 
-def fill_chosen(rows: Rows, request_slot: int, expecting: slice, kept: Sequence[torch.Tensor]) -> Chosen:
+def fill_chosen(rows: RowTables, request_slot: int, expecting: slice, kept: Sequence[torch.Tensor]) -> Chosen:
     """Give rows that expect tokens pages for those that stay: of each row, int64."""
     lengths = np.array([tokens.numel() for tokens in kept], np.int64)
     row_of_page, column, taken = rows.take_for(lengths)
@@ -116,13 +121,13 @@ def fill_chosen(rows: Rows, request_slot: int, expecting: slice, kept: Sequence[
     return Chosen(row, torch.cat(list(kept)), pages.mul_(rows.page_size).add_(places), spared)
 
 
-def _set_lengths(rows: Rows, request_slot: int, changed: slice, lengths: IntArray) -> int:
+def _set_lengths(rows: RowTables, request_slot: int, changed: slice, lengths: IntArray) -> int:
     """Some of a request's rows now have these lengths; how many pages they fill less."""
     rows.tables.kv_len[request_slot, changed].copy_(to_device(lengths.astype(np.int32), rows.device))
     return rows.lengths.replace(request_slot, changed.start, lengths)
 
 
-def newest(rows: Rows, request_slots: torch.Tensor, tokens: int) -> torch.Tensor:
+def newest(rows: RowTables, request_slots: torch.Tensor, tokens: int) -> torch.Tensor:
     """Entry slots of the last ``tokens`` entries of each row of requests (int64 [B]), int64 [B, num_rows, tokens]."""
     tables, size = rows.tables, rows.page_size
     kv_len = tables.kv_len.index_select(0, request_slots)[..., None]
@@ -132,7 +137,7 @@ def newest(rows: Rows, request_slots: torch.Tensor, tokens: int) -> torch.Tensor
     return pages.to(torch.int64).mul_(size).add_(entry - column * size)
 
 
-def entry_slots(rows: Rows, step: Step, layers: int, heads: int) -> torch.Tensor:
+def entry_slots(rows: RowTables, step: Extension, layers: int, heads: int) -> torch.Tensor:
     """As of :meth:`PagedKVCache.entry_slots`."""
     tokens = step.tokens
     result = torch.empty((layers, int(tokens.sum()) * heads), dtype=torch.int64, device=rows.device)
@@ -147,7 +152,7 @@ def entry_slots(rows: Rows, step: Step, layers: int, heads: int) -> torch.Tensor
     return result
 
 
-def drop_newest(rows: Rows, request_slots: IntArray, dropped: IntArray) -> None:
+def drop_newest(rows: RowTables, request_slots: IntArray, dropped: IntArray) -> None:
     """Drop entries, int64 [B], of each row of requests, int64 [B], and free the pages that these filled alone."""
     freed, batch = rows.lengths.truncate(request_slots, dropped), to_device(request_slots, rows.device)
     before = rows.tables.kv_len.index_select(0, batch)
@@ -156,5 +161,5 @@ def drop_newest(rows: Rows, request_slots: IntArray, dropped: IntArray) -> None:
     column = rows.pages_for(after)[..., None] + torch.arange(most, dtype=torch.int32, device=rows.device)
     places = rows.tables.row_starts.index_select(0, batch)[..., None] + column
     behind = true_places(column < rows.pages_for(before)[..., None], int(freed.sum()))
-    rows.pool.give(rows.tables.pages_at(places.flatten()[behind]))
+    rows.pool.free(rows.tables.pages_at(places.flatten()[behind]))
     rows.tables.kv_len.index_copy_(0, batch, after)

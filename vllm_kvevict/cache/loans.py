@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from vllm_kvevict.cache.lengths import IntArray
-from vllm_kvevict.cache.rows import Rows, pages_between
+from vllm_kvevict.cache.rows import RowTables, pages_between
 from vllm_kvevict.cache.steps import to_device
 
 Loan = tuple[int, int | None]
@@ -71,7 +71,7 @@ class Loans:
         pages: how many compressed shared entries own (True), and all others (False).
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowTables) -> None:
         self.rows = rows
         self.columns: IntArray = np.zeros(rows.tables.kv_len.shape, np.int64)
         self.pages = {True: 0, False: 0}
@@ -95,7 +95,7 @@ class Loans:
         return sorted(self._slots.get(number, ()))
 
     def freeze(
-        self, number: int, request_slot: int, columns: int | None = None, completes: int | None = None
+        self, number: int, request_slot: int, columns: int | None = None, fills: int | None = None
     ) -> int:
         """Make a shared entry of what a request holds; the request goes on, and borrows its full pages.
 
@@ -104,15 +104,15 @@ class Loans:
         Args:
             columns: how many of the request's next columns, behind those that it borrows; None: all that it holds
                 behind them after an eviction, which takes a page for each row that ends within one.
-            completes: the compressed entry right behind which the request goes on, if nothing depends on that one's
+            fills: the compressed entry right behind which the request goes on, if nothing depends on that one's
                 partial pages: it takes the new entry's first full page of each row in their place.
 
         Returns:
-            How many pages of that one it completes.
+            How many pages of that one it fills.
 
         Raises:
             ValueError: there is such an entry; or the request does not hold so many full columns; or it holds nothing,
-                or borrows what is uncompressed, where all is asked for; or it does not follow what it completes.
+                or borrows what is uncompressed, where all is asked for; or it does not follow what it fills.
             RuntimeError: the pool has too few free pages. Nothing has changed.
         """
         if number in self._entries:
@@ -121,20 +121,20 @@ class Loans:
         first, lengths = self.columns[request_slot].copy(), self._lengths_to_share(request_slot, columns)
         full, rest = lengths // size - first, lengths % size
         rows.pool.require(int((rest > 0).sum()))
-        completed = np.zeros_like(full)
-        if completes is not None:
-            completed = self._complete(completes, request_slot, first, full)
-        first, full = first + completed, full - completed
+        filled = np.zeros_like(full)
+        if fills is not None:
+            filled = self._fill(fills, request_slot, first, full)
+        first, full = first + filled, full - filled
         table = self._behind(request_slot, first, int((full + (rest > 0)).max()))
         self._copy_partial(table, full, rest)
         entry = SharedEntry(table, first, full, rest, columns is None)
         self._entries[number], self._slots[number] = entry, set()
         self.pages[entry.is_compressed] += len(entry.pages)
-        before = [] if completes is None else [(completes, None)]
+        before = [] if fills is None else [(fills, None)]
         self._lend(request_slot, [*before, (number, columns)], first + full)
-        return int(completed.sum())
+        return int(filled.sum())
 
-    def _complete(self, number: int, request_slot: int, first: IntArray, full: IntArray) -> IntArray:
+    def _fill(self, number: int, request_slot: int, first: IntArray, full: IntArray) -> IntArray:
         """Give an entry the first full page of each row of a request behind it, where its own last one is partial.
 
         That the request began with this entry, and not with another one of the same lengths, is the caller's affair.
@@ -151,16 +151,16 @@ class Loans:
         entry = self[number]
         if not entry.is_compressed or (first != entry.first + entry.full).any():
             raise ValueError(f"request slot {request_slot} does not go on behind shared entry {number}")
-        completed = (entry.rest > 0) & (full > 0)
-        which = np.flatnonzero(completed)
+        filled = (entry.rest > 0) & (full > 0)
+        which = np.flatnonzero(filled)
         row, column, own = to_device(np.stack([which, entry.full[which], first[which]]), self.rows.device)
         table = entry.table.clone()
-        self.rows.pool.give(table[row, column])
+        self.rows.pool.free(table[row, column])
         table[row, column] = self.rows.tables.region(request_slot)[row, own]
         self._entries[number] = replace(entry, table=table)
-        return completed.astype(np.int64)
+        return filled.astype(np.int64)
 
-    def leave(self, number: int, request_slot: int) -> None:
+    def freeze_tail(self, number: int, request_slot: int) -> None:
         """Make a shared entry of all that a request holds behind what it borrows, which alone it holds from now on.
 
         Raises:
@@ -195,7 +195,7 @@ class Loans:
             raise ValueError(f"{tokens} tokens of shared entry {number} cannot be dropped")
         full, rest = left // size, left % size
         dropped = entry.behind(full + (rest > 0))
-        self.rows.pool.give(dropped)
+        self.rows.pool.free(dropped)
         self.pages[False] -= len(dropped)
         self._entries[number] = replace(entry, full=full, rest=rest)
 
@@ -255,8 +255,8 @@ class Loans:
         full = rest = np.zeros(self.rows.tables.num_rows, np.int64)
         for number, columns in parts:
             entry = self[number]
-            completed = entry.first - full
-            follows = (completed == 0) | ((completed == 1) & (rest > 0))
+            filled = entry.first - full
+            follows = (filled == 0) | ((filled == 1) & (rest > 0))
             # An entry that is not compressed does not begin with what its parent has in partial pages.
             if not follows.all() or (rest.any() and not entry.is_compressed):
                 raise ValueError(f"shared entry {number} does not follow the columns before it")
@@ -321,10 +321,10 @@ class Loans:
             raise ValueError(f"shared entry {number} is borrowed by request slots {borrowers}")
         self.pages[entry.is_compressed] -= len(entry.pages)
         for request_slot in borrowers:
-            self.rows.pool.give(entry.behind(self.columns[request_slot] - entry.first))
+            self.rows.pool.free(entry.behind(self.columns[request_slot] - entry.first))
             self.shorten(request_slot, slice(None), entry.first)
         if not borrowers:
-            self.rows.pool.give(entry.pages)
+            self.rows.pool.free(entry.pages)
         del self._entries[number], self._slots[number]
 
     def checksum(self, number: int) -> int:
@@ -393,7 +393,7 @@ class Loans:
             return
         row, column, stored = to_device(np.stack([partial, full[partial], rest[partial]]), rows.device)
         # One page of each row, so none is the neighbour of another.
-        source, copies = table[row, column].to(torch.int64), rows.pool.take(partial.size)
+        source, copies = table[row, column].to(torch.int64), rows.pool.allocate(partial.size)
         rows.format.blank_pages(rows.storage, copies)
         which, entry = rows.first_entries(stored, int(rest.sum()))
         rows.format.move(rows.storage, (source[which], entry), (copies.to(torch.int64)[which], entry))

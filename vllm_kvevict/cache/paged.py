@@ -16,8 +16,8 @@ from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.loans import Loan, Loans
 from vllm_kvevict.cache.pool import PagePool
 from vllm_kvevict.cache.reading import read_behind, read_columns, read_last
-from vllm_kvevict.cache.rows import Rows
-from vllm_kvevict.cache.steps import Settled, Step, to_device
+from vllm_kvevict.cache.rows import RowTables
+from vllm_kvevict.cache.steps import Extension, Settled, to_device
 from vllm_kvevict.cache.tables import PageTables
 
 
@@ -74,7 +74,7 @@ class PagedKVCache:
         self.pool = PagePool(storage.shape[0], self.device, is_empty)
         self.tables = PageTables(max_requests, num_layers * num_kv_heads, self.device)
         self.lengths = RowLengths(max_requests, num_layers, num_kv_heads, page_size)
-        self.rows = Rows(storage, self.format, self.pool, self.tables, self.lengths)
+        self.rows = RowTables(storage, self.format, self.pool, self.tables, self.lengths)
         self.loans = Loans(self.rows)
         self.uses_triton, self._write = triton, write
         self._closed = list(range(max_requests - 1, -1, -1))
@@ -98,13 +98,13 @@ class PagedKVCache:
         if free < pages.numel():
             raise RuntimeError(f"{pages.numel()} pages cannot be removed from the page pool: {free} are free")
         self.pool.remove(pages[self.pool.owners[pages] == 0])
-        to = self.pool.take_stretch(held.numel()).to(torch.int64)
+        to = self.pool.allocate_stretch(held.numel()).to(torch.int64)
         self.storage[to] = self.storage[held]
         moved = torch.arange(self.storage.shape[0], dtype=torch.int32, device=self.device)
         moved[held] = to.to(torch.int32)
         self.tables.arena.copy_(moved[self.tables.arena])
         self.loans.relocate(moved)
-        self.pool.give(held.to(torch.int32))
+        self.pool.free(held.to(torch.int32))
         self.pool.remove(held)
 
     def open(self, shared: Sequence[Loan] = (), tail: int | None = None) -> int:
@@ -127,14 +127,14 @@ class PagedKVCache:
         which = self._opened(request_slots)
         for request_slot in request_slots:
             if self.lengths.pages[request_slot]:
-                self.pool.give(self.loans.owned_pages(request_slot))
+                self.pool.free(self.loans.owned_pages(request_slot))
                 self.loans.end(request_slot)
             self.lengths.clear(request_slot)
             self._closed.append(request_slot)
         self._is_open[which] = False
         self.tables.release(which)
 
-    def extend(self, request_slots: Sequence[int], new_tokens: Sequence[int]) -> Step:
+    def extend(self, request_slots: Sequence[int], new_tokens: Sequence[int]) -> Extension:
         """Make room for new tokens in all layers and heads.
 
         Args:
@@ -158,7 +158,7 @@ class PagedKVCache:
         batch = to_device(which, self.device)
         growth.grow(self.rows, batch, tokens, pages, partial, self.uses_triton)
         self.lengths.append(which, tokens, pages)
-        return Step(batch, tokens, max_lens.tolist())
+        return Extension(batch, tokens, max_lens.tolist())
 
     def announce(self, request_slot: int, tokens: int) -> None:
         """Begin a request whose layers get room for its first tokens one by one: :meth:`fill`, or :meth:`expect`.
@@ -218,7 +218,7 @@ class PagedKVCache:
         by_layer = kv_len.view(len(request_slots), self.num_layers, self.num_kv_heads).transpose(0, 1)
         return by_layer.flatten(1).contiguous()  # with one head, flatten gives a view
 
-    def entry_slots(self, step: Step) -> torch.Tensor:
+    def entry_slots(self, step: Extension) -> torch.Tensor:
         """Where a step's entries go, while no later step and no compaction has changed its rows. T tokens.
 
         Returns:

@@ -58,7 +58,7 @@ class PagePool:
                 f"the page pool is exhausted: {count} pages needed, {self.num_free} of {self.num_pages} free"
             )
 
-    def take(self, count: int) -> torch.Tensor:
+    def allocate(self, count: int) -> torch.Tensor:
         """Take ``count`` pages for rows that grow page by page.
 
         Returns:
@@ -71,7 +71,7 @@ class PagePool:
         self._high -= count
         return self._own(self._high, count)
 
-    def take_stretch(self, count: int) -> torch.Tensor:
+    def allocate_stretch(self, count: int) -> torch.Tensor:
         """Take ``count`` pages for rows that get many: a stretch of neighbours as far as possible, in ascending order.
 
         The pool is scanned if pages came back since the last time, which takes far less than to fill the pages.
@@ -84,7 +84,7 @@ class PagePool:
         self._low += count
         return self._own(self._low - count, count)
 
-    def give(self, ids: torch.Tensor) -> None:
+    def free(self, ids: torch.Tensor) -> None:
         """Give pages back.
 
         Args:

@@ -9,11 +9,11 @@ import torch
 
 from vllm_kvevict.cache.format import Part
 from vllm_kvevict.cache.lengths import IntArray
-from vllm_kvevict.cache.rows import Rows
+from vllm_kvevict.cache.rows import RowTables
 from vllm_kvevict.cache.steps import to_device
 
 
-def read_columns(rows: Rows, part: Part, table: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+def read_columns(rows: RowTables, part: Part, table: torch.Tensor, first: int, stop: int) -> torch.Tensor:
     """Entries ``first`` to ``stop`` of each row of a page table, int32 [R, columns], as [R, stop - first, head_dim]."""
     size = rows.page_size
     skipped = first // size
@@ -23,7 +23,7 @@ def read_columns(rows: Rows, part: Part, table: torch.Tensor, first: int, stop: 
 
 
 def read_behind(
-    rows: Rows, part: Part, request_slot: int, span: slice, first: IntArray, counts: IntArray
+    rows: RowTables, part: Part, request_slot: int, span: slice, first: IntArray, counts: IntArray
 ) -> torch.Tensor:
     """counts[r] entries of each row r from entry first[r] on, both int64 [R], as [R, max(counts), head_dim].
 
@@ -40,7 +40,7 @@ def read_behind(
     return part.read(rows.storage, pages, entry % rows.page_size)
 
 
-def read_last(rows: Rows, part: Part, request_slot: int, span: slice, counts: IntArray) -> torch.Tensor:
+def read_last(rows: RowTables, part: Part, request_slot: int, span: slice, counts: IntArray) -> torch.Tensor:
     """The last counts[r] entries, int64 [R], of some rows of a request, right-aligned, [R, max(counts), head_dim].
 
     What is before them is zero. Raises ValueError if a row holds fewer, or there is not one count for each row.

@@ -22,7 +22,7 @@ Counts = TypeVar("Counts", IntArray, torch.Tensor)
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowTables:
     """Memory and rows of one rank.
 
     Attributes:
@@ -74,7 +74,7 @@ class Rows:
         widths = self.pages_for(lengths)
         row = np.repeat(np.arange(len(widths)), widths)
         column = np.arange(len(row)) - np.repeat(widths.cumsum() - widths, widths)
-        taken = self.pool.take_stretch(len(row))
+        taken = self.pool.allocate_stretch(len(row))
         ends_within = np.flatnonzero((column == (widths - 1)[row]) & (lengths % self.page_size > 0)[row])
         self.format.blank_pages(self.storage, taken[to_device(ends_within, self.device)])
         return to_device(row, self.device), to_device(column, self.device), taken

@@ -15,7 +15,7 @@ def to_device(array: NDArray[Any], device: torch.device | str) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Step:
+class Extension:
     """One step's new tokens, for which there is room. B requests.
 
     Attributes:

@@ -117,9 +117,9 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         # None makes vLLM look again in the next step, and go on with other requests.
         ledger = self.scheduler.ledger
         waits = (
-            not ledger.adapters.has_place(request)
+            not ledger.adapters.has_slot(request)
             or ledger.shared.is_awaited(request)
-            or ledger.gate.awaits_place(request)
+            or ledger.gate.awaits_slot(request)
         )
         return (None if waits else 0), False
 

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.plan import Admission
-from vllm_kvevict.schedules.reports import Answer, Claim, ExtraTokens, Report
+from vllm_kvevict.schedules.reports import ArbiterAnswer, Claim, ExtraTokens, Report
 
 
 @dataclass
@@ -35,16 +35,16 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 @dataclass(frozen=True)
-class Store:
+class StorePrefix:
     """A compressed prefix to be cached.
 
     Attributes:
         number: what it is called.
-        completes: number of the prefix before it, whose partial pages it is to complete; None if it has its own.
+        fills: number of the prefix before it, whose partial pages it is to fill; None if it has its own.
     """
 
     number: int
-    completes: int | None = None
+    fills: int | None = None
 
 
 @dataclass
@@ -67,8 +67,8 @@ class StepMessage(KVConnectorMetadata):
     """
 
     admissions: list[Admission] = field(default_factory=list)
-    answers: dict[str, Answer] = field(default_factory=dict)
-    stores: dict[str, Store] = field(default_factory=dict)
+    answers: dict[str, ArbiterAnswer] = field(default_factory=dict)
+    stores: dict[str, StorePrefix] = field(default_factory=dict)
     freezes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     leaves: dict[str, tuple[int, int]] = field(default_factory=dict)
     cuts: dict[int, int] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-from vllm_kvevict.chats import Chat
+from vllm_kvevict.chats import ChatRequest
 from vllm_kvevict.engine.config import require_options
 from vllm_kvevict.engine.frontend import media
 from vllm_kvevict.engine.frontend.boundaries import find_turns
@@ -59,7 +59,9 @@ def reading_of_text(vllm_config: Any, renderer: Any, text: str, turns: Sequence[
     return Reading(prompt, tuple(turns))
 
 
-def reading_of_chat(vllm_config: Any, renderer: Any, chat: Chat, template: Mapping[str, Any]) -> Reading:
+def reading_of_chat(
+    vllm_config: Any, renderer: Any, chat: ChatRequest, template: Mapping[str, Any]
+) -> Reading:
     """A chat, whose turns end where a server finds that they do in scope ``turns``.
 
     Args:
@@ -92,7 +94,7 @@ def reading_of_chat(vllm_config: Any, renderer: Any, chat: Chat, template: Mappi
     return Reading(prompt, tuple(turns), whole, rendered)
 
 
-def _rendered(renderer: Any, chat: Chat, template: Mapping[str, Any]) -> Any:
+def _rendered(renderer: Any, chat: ChatRequest, template: Mapping[str, Any]) -> Any:
     """As a server would; the frontend notes in it what it was rendered from."""
     request = ChatCompletionRequest(**chat.body())
     tools = [tool.model_dump() for tool in request.tools] if request.tools else None

@@ -18,7 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM's
-from vllm_kvevict.chats import Chat
+from vllm_kvevict.chats import ChatRequest
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KVEvictionError, require_options
 from vllm_kvevict.engine.errors import in_one_line
@@ -28,7 +28,7 @@ from vllm_kvevict.engine.turns import check_parts
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.inspect.conversations import Reading, reading_of_chat, reading_of_text
 from vllm_kvevict.inspect.data import Inspection, Kept
-from vllm_kvevict.policy_list import Entry
+from vllm_kvevict.policy_list import PolicySpec
 from vllm_kvevict.schedules.plan import Plan
 
 QUIET = {
@@ -108,13 +108,13 @@ class Wanted:
 
     model: str
     text: str
-    policies: Sequence[Entry]
+    policies: Sequence[PolicySpec]
     budget: float
     prefix_len: int | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tell: Callable[[str], None] = lambda line: None
     turns: Sequence[int] = ()
-    chats: Sequence[Chat] = ()
+    chats: Sequence[ChatRequest] = ()
     template: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -122,7 +122,7 @@ class Wanted:
         """Entries of ``--kv-eviction-config``."""
         return dict(self.arguments.get("kv_eviction_config") or {})
 
-    def fields(self, policy: Entry) -> dict[str, Any]:
+    def fields(self, policy: PolicySpec) -> dict[str, Any]:
         """What a request with one of the policies says."""
         fields: dict[str, Any] = {"kv_eviction": policy.policy, "kv_budget": self.budget}
         return fields if self.prefix_len is None else fields | {"kv_prefix_len": self.prefix_len}
@@ -167,7 +167,9 @@ def inspect(wanted: Wanted) -> Inspection:
     return _in_order(wanted.policies, found, others)
 
 
-def _in_order(policies: Sequence[Entry], found: Inspection, others: Mapping[Entry, Inspection]) -> Inspection:
+def _in_order(
+    policies: Sequence[PolicySpec], found: Inspection, others: Mapping[PolicySpec, Inspection]
+) -> Inspection:
     """What several engines show, as one: the policies without parameters come from one of them."""
     plain = [entry for entry in policies if not entry.texts]
     kept = dict(zip(plain, found.kept, strict=True)) | {entry: one.kept[0] for entry, one in others.items()}

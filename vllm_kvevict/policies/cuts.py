@@ -25,7 +25,7 @@ NOTHING = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
-class Question:
+class CutQuery:
     """What every process is asked about its keys that begin with some digits.
 
     Attributes:
@@ -56,7 +56,7 @@ NO_KEYS = Tally(np.zeros(0, np.int64), np.zeros(0, np.int64))
 """Of a process that leaves it to another one to count its keys."""
 
 
-def tally(layers: Iterable[Tensor], question: Question) -> Tally:
+def tally(layers: Iterable[Tensor], question: CutQuery) -> Tally:
     """What a process says of its keys, int64 of any shape, layer by layer: more than one is never looked at."""
     counts = torch.zeros(1 << 16, dtype=torch.int64)
     found = []
@@ -90,7 +90,7 @@ class CutSearch:
     """
 
     def __init__(self, wanted: int):
-        self.question = Question()
+        self.question = CutQuery()
         self.cut = None if wanted else NOTHING
         self._missing = wanted
         self._inside: int | None = None
@@ -129,7 +129,7 @@ class CutSearch:
         prefix = (self.question.prefix << 16) + (digit - 0x8000 if known == 1 else digit)
         if inside == self._missing:
             self.cut = prefix << _bits_behind(known)
-        self.question = Question(known, prefix, sends_keys=inside <= MOST_KEYS)
+        self.question = CutQuery(known, prefix, sends_keys=inside <= MOST_KEYS)
         self._inside = inside
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from .budgets import MILLION, capped_safeguard
 from .config import EvictionConfig
 from .layer import Comm, Kept, LayerScores
-from .rows import Rows, budget_and_window, compete_over_ranks, evicts_rows
+from .rows import RaggedRows, budget_and_window, compete_over_ranks, evicts_rows
 from .select import best_of_layers, count_best, order_keys
 
 _NOBODY = torch.iinfo(torch.int64).min
@@ -29,7 +29,7 @@ def best_of_rows(cfg: EvictionConfig, layers: Sequence[LayerScores], comm: Comm 
     Indices count within a row's own entries, pinned ones included. A collective where heads compete over ranks.
     """
     comm = compete_over_ranks(cfg, comm)
-    rows = [Rows.of(x) for x in layers]
+    rows = [RaggedRows.of(x) for x in layers]
     entries = _of_all_heads([x.entries for x in rows], layers[0].device, comm)
     kept = [[torch.arange(length, device=layers[0].device) for length in x.lengths] for x in rows]
     chosen = [i for i, counts in enumerate(entries) if evicts_rows(cfg, counts)]
@@ -123,7 +123,7 @@ def _counts_of_competing(
     return [capped_safeguard(counts, own, total, alpha, rule)[mine] for counts, own, total in shares]
 
 
-def _with_the_others(candidates: list[Tensor], rows: Rows, window: int) -> list[Tensor]:
+def _with_the_others(candidates: list[Tensor], rows: RaggedRows, window: int) -> list[Tensor]:
     """For each row what is pinned, its candidates and its window, counted within the row."""
     kept = []
     for chosen, length, pinned in zip(candidates, rows.lengths, rows.pinned, strict=True):

@@ -24,14 +24,14 @@ from .registry import decoding_policies, lookup
 
 
 @dataclass(frozen=True)
-class Rows:
+class RaggedRows:
     """How many entries each row of a layer has, and how many of its first ones are pinned."""
 
     lengths: tuple[int, ...]
     pinned: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: LayerInputs | LayerScores) -> "Rows":
+    def of(cls, x: LayerInputs | LayerScores) -> "RaggedRows":
         """Those of a layer's inputs or scores. Raises ValueError that names lengths or pinned."""
         heads, n = x.num_kv_heads, x.num_tokens if isinstance(x, LayerInputs) else None
         if x.lengths is None and n is None:
@@ -94,7 +94,7 @@ def score_rows(
     collective in any case, in which the ranks also tell each other how long their rows are.
     """
     check_rows(cfg, [inputs])
-    rows = Rows.of(inputs)
+    rows = RaggedRows.of(inputs)
     entries, fields = rows.entries, _fields_read(cfg, inputs)
     # Keys may be on the meta device, where others stand in for them.
     device = getattr(inputs, fields[-1].name).device if fields else inputs.keys.device

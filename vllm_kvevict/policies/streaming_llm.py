@@ -12,7 +12,7 @@ from .config import EvictionConfig
 from .layer import Comm, Kept, LayerInputs, LayerScores
 from .params import SINKS
 from .registry import Policy, register
-from .rows import Rows, are_ragged
+from .rows import RaggedRows, are_ragged
 
 
 def score(
@@ -44,7 +44,7 @@ def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Com
 
 def _ends_of_rows(cfg: EvictionConfig, layer: LayerScores) -> list[Tensor]:
     """For each row what is pinned, the `sinks` entries behind that, and the last ones; all of a row that fits."""
-    rows, kept = Rows.of(layer), []
+    rows, kept = RaggedRows.of(layer), []
     for length, pinned in zip(rows.lengths, rows.pinned, strict=True):
         positions = torch.arange(min(length, pinned + cfg.budget_for(length)), device=layer.device)
         positions[pinned + cfg.params["sinks"] :] += length - len(positions)

@@ -13,7 +13,7 @@ from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.asking import Asking
 from vllm_kvevict.quality.cases import Generated
 from vllm_kvevict.quality.checkpoint import CheckpointError
-from vllm_kvevict.quality.decoding import Decoding
+from vllm_kvevict.quality.decoding import DecodingTask
 from vllm_kvevict.quality.decoding_tasks import answers
 from vllm_kvevict.quality.endpoint import EndpointError
 from vllm_kvevict.quality.fidelity import Scoring
@@ -51,11 +51,11 @@ def scoring(options: argparse.Namespace) -> Scoring:
     return Scoring(options, cases, columns(options.policies, options.budgets, options.scopes))
 
 
-def decoding(options: argparse.Namespace) -> Decoding:
+def decoding(options: argparse.Namespace) -> DecodingTask:
     """What `answers` is to score."""
     if options.prompts:
-        return Decoding(options, read_prompts(options.prompts))
-    return Decoding(options, answers(options.tasks, options.samples, options.seed, options.answer_tokens))
+        return DecodingTask(options, read_prompts(options.prompts))
+    return DecodingTask(options, answers(options.tasks, options.samples, options.seed, options.answer_tokens))
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from vllm_kvevict.chats import Chat
+from vllm_kvevict.chats import ChatRequest
 from vllm_kvevict.quality import tasks
 from vllm_kvevict.quality.results import Sampled
 
@@ -46,7 +46,7 @@ class Case(Sampled):
     form: str = "documents"
     reply_start: str = ""
     turns: tuple[tuple[str, str], ...] = ()
-    chat: Chat | None = None
+    chat: ChatRequest | None = None
     answer: tuple[str, ...] = ()
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from vllm_kvevict.quality import texts, tool_lists
-from vllm_kvevict.quality.questions import Draw, Message, Question, Task, numbers
+from vllm_kvevict.quality.questions import Draw, Message, Question, QuestionKind, numbers
 
 TOLD, ASKED = 4, 4
 """Turns that tell, and turns that ask."""
@@ -183,7 +183,11 @@ def _question(fact: Told, text: Callable[[int], list[Message]]) -> Question:
 
 
 OBJECT = 4, "entries of the object", range(1, 101)
-_OF_TURNS = {f"turns-{kind}": Task(partial(conversation, kind=kind), *OBJECT, "turns") for kind in KINDS}
-_OF_TOOLS = {f"tools-{kind}": Task(partial(tools, kind=kind), *OBJECT, "tools") for kind in TOOL_KINDS}
-_OF_INSTRUCTIONS = {"call": Task(call, 7, "tools in the list", range(2, 26))}
-TASKS: dict[str, Task] = {**_OF_TURNS, **_OF_TOOLS, **_OF_INSTRUCTIONS}
+_OF_TURNS = {
+    f"turns-{kind}": QuestionKind(partial(conversation, kind=kind), *OBJECT, "turns") for kind in KINDS
+}
+_OF_TOOLS = {
+    f"tools-{kind}": QuestionKind(partial(tools, kind=kind), *OBJECT, "tools") for kind in TOOL_KINDS
+}
+_OF_INSTRUCTIONS = {"call": QuestionKind(call, 7, "tools in the list", range(2, 26))}
+TASKS: dict[str, QuestionKind] = {**_OF_TURNS, **_OF_TOOLS, **_OF_INSTRUCTIONS}

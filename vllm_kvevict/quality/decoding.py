@@ -159,7 +159,7 @@ def _is_best(choices: Mapping[int, float], token: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedAnswer:
     """What the columns of an answer share: the tokens of its prompt, itself, and what the full cache would say."""
 
     prompt: list[int]
@@ -167,7 +167,7 @@ class Asked:
     full: Rows
 
 
-class Decoding(Task[Asked, Decoded]):
+class DecodingTask(Task[AskedAnswer, Decoded]):
     """What `answers` does; the server's policy is that of all its columns but the full cache's."""
 
     KIND = Decoded
@@ -195,7 +195,7 @@ class Decoding(Task[Asked, Decoded]):
         except RefusedError as error:
             raise EndpointError(f"{error}: {ADVICE}") from None
 
-    async def ask(self, case: Case, columns: Sequence[Column]) -> Asked:
+    async def ask(self, case: Case, columns: Sequence[Column]) -> AskedAnswer:
         """See Task; the answer is of an earlier run, if there was one."""
         prompt = await self.endpoint.tokenize(case.prompt())
         answer = self.written.done.get(case.sample)
@@ -213,7 +213,7 @@ class Decoding(Task[Asked, Decoded]):
                 *case.sample, [{str(token): value for token, value in row.items()} for row in rows]
             )
             self.references.add(full)
-        return Asked(prompt, answer, fidelity.by_id(full.choices))
+        return AskedAnswer(prompt, answer, fidelity.by_id(full.choices))
 
     async def made(self, case: Case, prompt: Tokens) -> tuple[Written, Lists]:
         """An answer that the case brings, in which the values that it repeats count; without the cache's choices."""
@@ -261,7 +261,7 @@ class Decoding(Task[Asked, Decoded]):
                 return None
         return tokens, rows, text
 
-    async def score(self, case: Case, asked: Asked, column: Column) -> Decoded:
+    async def score(self, case: Case, asked: AskedAnswer, column: Column) -> Decoded:
         """See Task."""
         prompt, answer, interval = asked.prompt, asked.answer, self.options.interval
         fields, evict_at = dict(WHOLE), None

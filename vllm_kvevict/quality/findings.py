@@ -78,7 +78,7 @@ def _above(scores: Scores, one: Column, other: Column) -> bool:
 
 
 @dataclass(frozen=True)
-class Report:
+class QualityReport:
     """What the text says.
 
     Attributes:
@@ -104,7 +104,7 @@ class Report:
     decoding: Measures | None
 
 
-def read_folder(folder: Path, title: str, budget: float) -> Report:
+def read_folder(folder: Path, title: str, budget: float) -> QualityReport:
     """Read all that a folder holds.
 
     Raises:
@@ -129,4 +129,4 @@ def read_folder(folder: Path, title: str, budget: float) -> Report:
     scores = Scores(spread or placed, settings.questions)
     needles = Scores(placed) if placed else None
     chosen = scores.nearest(budget)
-    return Report(title, settings, runs, results, full, scores, needles, chosen, fidelity, decoding)
+    return QualityReport(title, settings, runs, results, full, scores, needles, chosen, fidelity, decoding)

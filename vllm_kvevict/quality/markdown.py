@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_kvevict.quality import chats
 from vllm_kvevict.quality.cases import TEXT
-from vllm_kvevict.quality.findings import CAN_DO, NEARLY_NOTHING, Pick, Report, pick, too_hard
+from vllm_kvevict.quality.findings import CAN_DO, NEARLY_NOTHING, Pick, QualityReport, pick, too_hard
 from vllm_kvevict.quality.measures import decoding_section, fidelity_section
 from vllm_kvevict.quality.plots import SCOPE_TITLES
 from vllm_kvevict.quality.results import TURNS, Column, Result
@@ -36,7 +36,7 @@ CONTROL = "streaming-llm"
 """It keeps the first and the last tokens, so it must fail where the answer lies between them."""
 
 
-def text(report: Report, pictures: Mapping[str, str]) -> str:
+def text(report: QualityReport, pictures: Mapping[str, str]) -> str:
     """The whole Markdown text.
 
     Args:
@@ -54,7 +54,7 @@ def text(report: Report, pictures: Mapping[str, str]) -> str:
     return "\n\n".join("\n".join(part).rstrip() for part in parts if part) + "\n"
 
 
-def answers_sections(report: Report, pictures: Mapping[str, str]) -> list[list[str]]:
+def answers_sections(report: QualityReport, pictures: Mapping[str, str]) -> list[list[str]]:
     """What is said about scores."""
     scores, budget = report.scores, report.budget
     unit = "tokens" if all(task.startswith(TEXT) for task in scores.tasks) else "words"
@@ -74,7 +74,7 @@ def answers_sections(report: Report, pictures: Mapping[str, str]) -> list[list[s
     ]
 
 
-def measured(report: Report) -> list[str]:
+def measured(report: QualityReport) -> list[str]:
     """What was asked, and of which model."""
     results, settings = report.results, report.settings
     prompts = [result.prompt_tokens for result in results if result.prompt_tokens]
@@ -202,7 +202,7 @@ def at_text(budget: float | None) -> str:
     return "" if budget is None else f" at budget {budget_name(budget)}"
 
 
-def needle_section(report: Report, pictures: Mapping[str, str]) -> list[str]:
+def needle_section(report: QualityReport, pictures: Mapping[str, str]) -> list[str]:
     """The heat maps."""
     if report.needles is None:
         return []

@@ -274,7 +274,7 @@ def chat_needle(draw: Draw) -> Question:
 
 
 @dataclass(frozen=True)
-class Task:
+class QuestionKind:
     """A kind of question.
 
     Attributes:
@@ -297,17 +297,17 @@ class Task:
         return f"it must be {self.sizes.start} to {self.sizes.stop - 1} ({self.counts})"
 
 
-TASKS: dict[str, Task] = {
-    "number": Task(number, 1, "keys with a number", range(1, 33)),
-    "multikey": Task(number, 2, "keys with a number", range(1, 33)),
-    "multivalue": Task(multivalue, 2, "numbers of the key", range(1, 9)),
-    "words": Task(words, 2, "words of the key", range(1, 9)),
-    "copy": Task(copy, 10, "words of the sentence that are given, at least", range(4, 17)),
-    "json": Task(json_value, 8, "entries of the object", range(1, 101)),
-    "signature": Task(signature, 24, "characters of the parameters, at most", range(12, 81)),
-    "name": Task(name, 8, "characters of the value, at most", range(4, texts.LONGEST_VALUE + 1)),
-    "few-shot": Task(few_shot, 40, "labelled lines", range(TOPICS, 401)),
-    "chat-needle": Task(chat_needle, 2, "numbers that are told", range(1, TURNS)),
+TASKS: dict[str, QuestionKind] = {
+    "number": QuestionKind(number, 1, "keys with a number", range(1, 33)),
+    "multikey": QuestionKind(number, 2, "keys with a number", range(1, 33)),
+    "multivalue": QuestionKind(multivalue, 2, "numbers of the key", range(1, 9)),
+    "words": QuestionKind(words, 2, "words of the key", range(1, 9)),
+    "copy": QuestionKind(copy, 10, "words of the sentence that are given, at least", range(4, 17)),
+    "json": QuestionKind(json_value, 8, "entries of the object", range(1, 101)),
+    "signature": QuestionKind(signature, 24, "characters of the parameters, at most", range(12, 81)),
+    "name": QuestionKind(name, 8, "characters of the value, at most", range(4, texts.LONGEST_VALUE + 1)),
+    "few-shot": QuestionKind(few_shot, 40, "labelled lines", range(TOPICS, 401)),
+    "chat-needle": QuestionKind(chat_needle, 2, "numbers that are told", range(1, TURNS)),
 }
 
 SUMMARY = "Summarise the text above in a few sentences."
@@ -320,13 +320,13 @@ OPEN = (
 )
 
 
-def _open(*asked: str) -> Task:
+def _open(*asked: str) -> QuestionKind:
     """One of these questions about prose in which nothing is hidden; every reply scores 0."""
 
     def make(draw: Draw) -> Question:
         return Question(hidden(draw, []), draw.rng.choice(asked), "", (), 0, lambda reply: 0.0)
 
-    return Task(make, 1, "nothing", range(1, 2))
+    return QuestionKind(make, 1, "nothing", range(1, 2))
 
 
 OPEN_TASKS = {"summary": _open(SUMMARY), "continuation": _open(CONTINUE), "open": _open(*OPEN)}

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from vllm_kvevict.quality import markdown, plots
-from vllm_kvevict.quality.findings import Report, read_folder
+from vllm_kvevict.quality.findings import QualityReport, read_folder
 
 
 def write_report(folder: Path, output: Path, title: str, budget: float) -> Path:
@@ -20,7 +20,7 @@ def write_report(folder: Path, output: Path, title: str, budget: float) -> Path:
     return output
 
 
-def draw(report: Report, folder: Path) -> dict[str, Path]:
+def draw(report: QualityReport, folder: Path) -> dict[str, Path]:
     """All pictures, by what they show."""
     found = {}
     scores, needles, fidelity = report.scores, report.needles, report.fidelity

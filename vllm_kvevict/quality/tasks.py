@@ -77,7 +77,7 @@ class Needle:
     expected: tuple[str, ...]
 
 
-class Draw:
+class WordDraw:
     """Words for one text, of all words or of the first `limit` names and values; no name is drawn twice."""
 
     def __init__(self, rng: random.Random, limit: int | None = None):
@@ -103,7 +103,7 @@ class Draw:
         return [*self.values(self.rng.randint(3, 7)), "."]
 
 
-def needle_values(draw: Draw, count: int = 3) -> Needle:
+def needle_values(draw: WordDraw, count: int = 3) -> Needle:
     """One name with several records."""
     name = draw.name()
     records = [[name, *draw.values(2), "."] for _ in range(count)]
@@ -112,7 +112,7 @@ def needle_values(draw: Draw, count: int = 3) -> Needle:
     return Needle(records, ["what", *[name] * count, "?"], answer[:-1], expected)
 
 
-def needle_queries(draw: Draw, count: int = 3) -> Needle:
+def needle_queries(draw: WordDraw, count: int = 3) -> Needle:
     """Names with a record each, asked at once."""
     records = [draw.record() for _ in range(count)]
     answer = [word for record in records for word in record][:-1]
@@ -120,7 +120,7 @@ def needle_queries(draw: Draw, count: int = 3) -> Needle:
     return Needle(records, question, answer, tuple(" ".join(record[1:3]) for record in records))
 
 
-def chain(draw: Draw, hops: int = 3) -> Needle:
+def chain(draw: WordDraw, hops: int = 3) -> Needle:
     """Names that lead to names, and at last to two words."""
     links = [draw.name() for _ in range(hops)]
     end = draw.values(2)
@@ -128,20 +128,20 @@ def chain(draw: Draw, hops: int = 3) -> Needle:
     return Needle(sentences, ["trace", links[0], "?"], [*links, *end], (" ".join(end),))
 
 
-def passage(draw: Draw, length: int = 10) -> Needle:
+def passage(draw: WordDraw, length: int = 10) -> Needle:
     """A longer passage to repeat."""
     name, text = draw.name(), draw.values(length)
     return Needle([[name, *text, "."]], ["copy", name, "?"], [name, *text], (" ".join(text),))
 
 
-def count(draw: Draw) -> Needle:
+def count(draw: WordDraw) -> Needle:
     """How often a name has a record."""
     name, times = draw.name(), draw.rng.randint(1, 5)
     records = [[name, *draw.values(2), "."] for _ in range(times)]
     return Needle(records, ["count", name, "?"], [name, NUMBERS[times]], (f"{name} {NUMBERS[times]}",))
 
 
-def facts(draw: Draw) -> Needle:
+def facts(draw: WordDraw) -> Needle:
     """One of several facts about a name."""
     name = draw.name()
     known = [[name, relation, *draw.values(1), "."] for relation in draw.rng.sample(RELATIONS, 3)]
@@ -149,14 +149,14 @@ def facts(draw: Draw) -> Needle:
     return Needle(known, ["what", name, asked[1], "?"], asked[:-1], (" ".join(asked[:-1]),))
 
 
-def common(draw: Draw, length: int = 40) -> Needle:
+def common(draw: WordDraw, length: int = 40) -> Needle:
     """The word that occurs most often."""
     word = draw.values(1)[0]
     sentences = [[word, *draw.values(2), "."] for _ in range(length // 4)]
     return Needle(sentences, ["common", "?"], [word], (word,))
 
 
-TASKS: dict[str, tuple[Callable[[Draw], Needle], str]] = {
+TASKS: dict[str, tuple[Callable[[WordDraw], Needle], str]] = {
     "single": (partial(needle_queries, count=1), "filler"),
     "multikey": (partial(needle_queries, count=1), "records"),
     "multivalue": (needle_values, "filler"),
@@ -186,7 +186,7 @@ def make(task: str, length: int, rng: random.Random, depth: float | None = None)
         depth: where the needle's sentences lie, 0 to 1; None spreads them at random.
     """
     maker, noise = TASKS[task]
-    draw = Draw(rng)
+    draw = WordDraw(rng)
     needle = maker(draw)
     return _sample(task, needle, *hide(draw, needle.sentences, noise, length, depth))
 
@@ -197,7 +197,7 @@ def make_many(names: Sequence[str], length: int, rng: random.Random) -> list[Sam
     Args:
         names: of a task for every question; no name of the text is in two of them.
     """
-    draw = Draw(rng)
+    draw = WordDraw(rng)
     needles = [TASKS[name][0](draw) for name in names]
     hidden = sum(len(sentence) for needle in needles for sentence in needle.sentences)
     sentences = background(draw, "records", length - hidden)
@@ -215,7 +215,7 @@ def _sample(task: str, needle: Needle, text: str, depth: float) -> Sample:
 
 
 def hide(
-    draw: Draw, needles: Sequence[Sentence], noise: str, length: int, depth: float | None
+    draw: WordDraw, needles: Sequence[Sentence], noise: str, length: int, depth: float | None
 ) -> tuple[str, float]:
     """Put sentences into noise; those of one needle keep their order. Returns the text and the first one's depth."""
     sentences = background(draw, noise, length - sum(map(len, needles)))
@@ -227,7 +227,7 @@ def hide(
     return _joined(sentences), places[0] / max(1, len(sentences) - len(needles))
 
 
-def background(draw: Draw, noise: str, room: int) -> list[Sentence]:
+def background(draw: WordDraw, noise: str, room: int) -> list[Sentence]:
     """Sentences that no question is about, of so many words and full stops or a few more."""
     sentences: list[Sentence] = []
     while room > 0:

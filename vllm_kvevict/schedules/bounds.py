@@ -209,19 +209,19 @@ class MemoryBounds:
         return most if most <= now or fits(most) else last_that(fits, now, most)
 
 
-class Entries(NamedTuple):
+class EntryBound(NamedTuple):
     """Entries of a rank's rows: those of each, and those that the rows of a layer share in any way."""
 
     each: int = 0
     shared: int = 0
 
-    def and_of(self, phase: Phase, rank: RankCapacity) -> "Entries":
+    def and_of(self, phase: Phase, rank: RankCapacity) -> "EntryBound":
         """With those that a phase has left."""
         each, shared = schedule_of(phase).kept_entries(phase, rank)
-        return Entries(self.each + each, self.shared + shared)
+        return EntryBound(self.each + each, self.shared + shared)
 
 
-NOTHING = Entries()
+NOTHING = EntryBound()
 
 
 @dataclass(frozen=True)
@@ -238,9 +238,9 @@ class _Left:
 
     rank: RankCapacity
     last: Phase | None
-    others: Entries
+    others: EntryBound
     before: PageCount | None = None
-    since: Entries = NOTHING
+    since: EntryBound = NOTHING
     own_before: int = 0
 
     @classmethod

@@ -58,14 +58,14 @@ class DecodingEviction(Eviction):
         ring = self.evictor.ring
         assert ring is not None
         if self._ring_part is None:
-            self._ring_part = ring.take()
-        places = [ring.place(self._ring_part, token) for token in range(first, after)]
+            self._ring_part = ring.acquire()
+        places = [ring.slot(self._ring_part, token) for token in range(first, after)]
         return KeptQueries(range(rows.stop - len(places), rows.stop), places)
 
     def end(self) -> None:
         if self._ring_part is not None:
             assert self.evictor.ring is not None
-            self.evictor.ring.give_back(self._ring_part)
+            self.evictor.ring.release(self._ring_part)
             self._ring_part = None
 
     # At a position.

@@ -17,11 +17,11 @@ from torch import Tensor
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.policies import Kept, LayerScores, cuts, score_layer, select, whole_model
 from vllm_kvevict.schedules.evictor import Evictor
-from vllm_kvevict.schedules.inputs import Collected, Entries, LayerStep, LayerTokens
+from vllm_kvevict.schedules.inputs import Collected, FreshEntries, LayerStep, LayerTokens
 from vllm_kvevict.schedules.plan import Admission, Phase, Plan
 from vllm_kvevict.schedules.reports import (
-    Answer,
     Answered,
+    ArbiterAnswer,
     Claim,
     Claimed,
     ExtraTokens,
@@ -90,7 +90,7 @@ class Eviction(ABC):
         self.pinned: IntArray | None = None
         self._trimmed: dict[int, list[Tensor]] = {}
         """By local layer and head the positions stored, while a cascade trims what single steps of it keep."""
-        self._not_stored: Entries | None = None
+        self._not_stored: FreshEntries | None = None
         """What the layer has that has just attended, until it stores what it keeps of that."""
         self._position = 0
         """Of the eviction that was begun last."""
@@ -206,7 +206,7 @@ class Eviction(ABC):
             held += cache.held(self.scratch)
         self._peak_pages = max(self._peak_pages, held)
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: ArbiterAnswer) -> None:
         """Go on where no rank can decide alone; answers to an older admission do not count."""
         if answer.epoch != self.resident.admission.epoch:
             return
@@ -293,7 +293,7 @@ class Eviction(ABC):
         weights = torch.stack([torch.as_tensor(x.weight, dtype=torch.float64) for x in self.scores])
         self._claim(LayerWeights(self.evictor.first_layer, weights.tolist()))
 
-    def send_tally(self, question: cuts.Question) -> None:
+    def send_tally(self, question: cuts.CutQuery) -> None:
         """Tell the scheduler how this rank's candidates answer a question; it answers with another one, or the cut."""
         comm, told = self.evictor.comm, cuts.NO_KEYS
         if comm is None or comm.is_first_replica:

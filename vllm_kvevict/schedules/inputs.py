@@ -50,7 +50,7 @@ class Sources:
     reserve: Tensor | None = None
 
 
-class Entries(NamedTuple):
+class FreshEntries(NamedTuple):
     """Keys, after RoPE, and values of a request's tokens in one of the rank's layers, [tokens, Hkv, d] each."""
 
     layer: int
@@ -73,7 +73,7 @@ class LayerStep:
     query: Tensor
     scale: float
     softcap: float
-    not_stored: Mapping[int, Entries] = field(default_factory=dict)
+    not_stored: Mapping[int, FreshEntries] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

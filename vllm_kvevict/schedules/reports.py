@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvevict.policies.cuts import Question, Tally
+from vllm_kvevict.policies.cuts import CutQuery, Tally
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LayerWeights:
 Claimed = LayerWeights | Tally
 """What a rank says of an eviction that no rank can decide alone: what its layers are worth, or how its candidates
 answer the last question. The tally is empty on ranks whose KV heads are another rank's too."""
-Answered = Sequence[int] | Question | int
+Answered = Sequence[int] | CutQuery | int
 """What the scheduler says to that: for every layer of the model the candidates that each KV head keeps, on average; or
 the next question; or the order key from which on candidates stay."""
 
@@ -49,7 +49,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ArbiterAnswer:
     """What the scheduler says to the claims of all ranks, in the same admission."""
 
     epoch: int
@@ -96,7 +96,7 @@ class Report:
         pages: pages held on the rank.
         residues: [page_size], rows by kv_len modulo page_size.
         part: what the rank did, if an eviction is complete with that.
-        completed: pages of the prefix before it that this one completes, where what it keeps is cached behind that.
+        filled: pages of the prefix before it that this one fills, where what it keeps is cached behind that.
     """
 
     epoch: int
@@ -104,7 +104,7 @@ class Report:
     pages: int
     residues: Sequence[int]
     part: PartOfEviction | None
-    completed: int = 0
+    filled: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class KeptQueries(NamedTuple):
     """Of one request in a step: rows of the batch whose queries are kept, and where."""
 
     rows: range
-    places: Sequence[int]
+    slots: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,24 @@ class QueryRing:
         """Where queries go that nobody needs."""
         return self.num_parts * self.size
 
-    def take(self) -> int:
+    def acquire(self) -> int:
         """Give a request a part. Raises RuntimeError if all are in use."""
         if not self._free:
             raise RuntimeError(f"all {self.num_parts} parts of the ring of queries are in use")
         return self._free.pop()
 
-    def give_back(self, part: int) -> None:
+    def release(self, part: int) -> None:
         """A request ends."""
         self._free.append(part)
 
-    def place(self, part: int, token: int) -> int:
+    def slot(self, part: int, token: int) -> int:
         """Where in a layer the query of a request's token belongs."""
         return part * self.size + token % self.size
 
     def step(self, kept: Sequence[KeptQueries]) -> RingStep:
         """What a step keeps, where its layers find it."""
         rows = [row for of_request in kept for row in of_request.rows]
-        places = [place for of_request in kept for place in of_request.places]
+        places = [place for of_request in kept for place in of_request.slots]
         device = self.memory.device
         return RingStep(_indices(rows, device), _indices(places, device))
 
@@ -88,7 +88,7 @@ class QueryRing:
         """The same for a step of so many requests with one token each, at the place where a CUDA graph looks it up."""
         places = torch.full((num_requests,), self.nowhere, dtype=torch.int64)
         for of_request in kept:
-            places[of_request.rows.start] = of_request.places[0]
+            places[of_request.rows.start] = of_request.slots[0]
         self.places_of_graphs[:num_requests].copy_(places, non_blocking=True)
         return RingStep(None, self.places_of_graphs[:num_requests])
 

@@ -21,7 +21,7 @@ from vllm_kvevict.policies import (
     provisional_budgets,
     whole_model,
 )
-from vllm_kvevict.policies.cuts import CutSearch, Question, Tally
+from vllm_kvevict.policies.cuts import CutQuery, CutSearch, Tally
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity, Schedule, ragged_pages
 from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import LayerStep
@@ -50,7 +50,7 @@ class CutArbiter(Arbiter):
     def __init__(self, wanted: int):
         self.search = CutSearch(wanted)
 
-    def on_claims(self, claims: Sequence[Claimed]) -> Question | int:
+    def on_claims(self, claims: Sequence[Claimed]) -> CutQuery | int:
         if self.search.cut is None:
             self.search.on_tallies([claim for claim in claims if isinstance(claim, Tally)])
         self.is_done = self.search.cut is not None
@@ -153,10 +153,10 @@ class EvictionByScore(Eviction):
         if self.evictor.has_all_layers:
             self.decide()
         else:
-            self.send_tally(Question())
+            self.send_tally(CutQuery())
 
     def on_answer(self, answer: Answered) -> None:
-        if isinstance(answer, Question):
+        if isinstance(answer, CutQuery):
             self.send_tally(answer)
         else:
             assert isinstance(answer, int)

@@ -33,7 +33,7 @@ def test_a_request_that_waits_for_its_reports_keeps_its_place(adapters: int, log
 
 
 def test_without_that_vllm_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdapterPlaces, "has_place", lambda self, request: True)
+    monkeypatch.setattr(AdapterPlaces, "has_slot", lambda self, request: True)
     with pytest.raises(AssertionError):
         simulation().run(2000)
 

@@ -37,7 +37,7 @@ def test_workers_know_which_blocks_are_pages(moves):
             pool.free_blocks(others[:count])
             others = others[count:]
         else:
-            message = outbox.take(None, None)
+            message = outbox.flush(None, None)
             new, lost = message.new_blocks, message.lost_blocks
             assert known.isdisjoint(new) and known.issuperset(lost)
             known = (known | set(new)) - set(lost)

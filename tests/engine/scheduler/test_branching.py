@@ -217,7 +217,7 @@ def test_what_the_next_question_changes_goes_first() -> None:
     served(simulation, turn("0", [document(10, 70), document(11, 90), document(12, 9)]))
     served(simulation, turn("1", SAID, kv_turns_lasting=ends(SAID)[1]))
     stored = sorted(simulation.ledger.shared.compressed, key=lambda prefix: prefix.number)
-    assert [prefix.goes_first for prefix in stored] == [False] * 4 + [True] * 3
+    assert [prefix.evict_first for prefix in stored] == [False] * 4 + [True] * 3
     for tokens in range(100, 950, 50):
         served(simulation, make_request(f"l{tokens}", document(9, tokens), 3, {"kv_eviction": "full"}))
     dropped = [prefix.tokens for prefix in simulation.dropped]
@@ -247,11 +247,11 @@ def check_much_happened(simulations: Sequence[Watched]) -> None:
         "dropped": sum(len(simulation.dropped) for simulation in simulations),
         "dropped after their children": sum(simulation.with_children for simulation in simulations),
         "became a request's own": sum(simulation.became_own for simulation in simulations),
-        "completed what is before": sum(simulation.workers.completed for simulation in simulations),
+        "completed what is before": sum(simulation.workers.filled for simulation in simulations),
     }
     assert min(happened.values()) > 5, happened
     assert sum(simulation.workers.taken for simulation in simulations) > 1
-    assert any(simulation.completed for simulation in simulations)
+    assert any(simulation.filled for simulation in simulations)
 
 
 @pytest.mark.parametrize("first", tens(60))
@@ -269,7 +269,7 @@ def count_the_parents_pages_too(monkeypatch) -> None:
 
 
 def count_users_of_the_last_alone(monkeypatch) -> None:
-    count = CompressedPrefixes._count_users
+    count = CompressedPrefixes._count_refs
     monkeypatch.setattr(
         CompressedPrefixes,
         "_count_users",
@@ -309,20 +309,20 @@ def complete_what_others_use(monkeypatch) -> None:
 
     def always(prefix: Prefix, parent: Prefix | None, name: str) -> Prefix | None:
         if parent is not None:
-            parent.completed_by.clear()
+            parent.filled_by.clear()
         return follow(prefix, parent, name)
 
     monkeypatch.setattr(Prefix, "follow", always)
 
 
 def forget_who_goes_on_in_completed_pages(monkeypatch) -> None:
-    take_over = Prefix.take_over
+    adopt = Prefix.adopt
 
     def forgetful(parent: Prefix, child: Prefix) -> None:
-        take_over(parent, child)
-        parent.completed_for.clear()
+        adopt(parent, child)
+        parent.filled_for.clear()
 
-    monkeypatch.setattr(Prefix, "take_over", forgetful)
+    monkeypatch.setattr(Prefix, "adopt", forgetful)
 
 
 MUTATIONS: dict[str, Any] = {

@@ -212,7 +212,7 @@ def test_what_was_read_before_a_reset_is_found(monkeypatch: pytest.MonkeyPatch) 
     """The control: what was admitted before it goes on to leave what it reads, or writes, for others."""
     load = load_of(RESETS_THAT_MATTER[0], ["resets"])
     assert not play(load, RESETS_THAT_MATTER[0]).failure
-    monkeypatch.setattr(Account, "is_stale", property(lambda self: False, lambda self, value: None))
+    monkeypatch.setattr(Account, "is_invalid", property(lambda self: False, lambda self, value: None))
     for seed in RESETS_THAT_MATTER:
         failure = play(load_of(seed, ["resets"]), seed).failure
         assert failure and re.search(r"_check_fresh .* was read after 1 of 2 resets", failure), seed

@@ -178,7 +178,7 @@ def test_repeats_that_see_more_than_was_counted_are_noticed(mutate, monkeypatch)
 
 
 def as_if_nothing_was_kept(monkeypatch) -> None:
-    monkeypatch.setattr(bounds.Entries, "and_of", lambda entries, phase, rank: entries)
+    monkeypatch.setattr(bounds.EntryBound, "and_of", lambda entries, phase, rank: entries)
 
 
 def as_if_nothing_had_to_be_kept_since(monkeypatch) -> None:

@@ -19,7 +19,7 @@ from tests.engine.support.simulation import Simulation
 from tests.registering import policy_with_both_defaults
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.config import REPEAT_ROWS
-from vllm_kvevict.engine.messages import Store
+from vllm_kvevict.engine.messages import StorePrefix
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.engine.scheduler.shared import prefixes
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
@@ -415,7 +415,7 @@ def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:
     for check in (True, False):
         prefixes, donor = CachedPrefixes(cache, check), cache.open()
         cache.extend([donor], [PAGE + 1])
-        prefixes.expect({"d:0": Store(1)})
+        prefixes.expect({"d:0": StorePrefix(1)})
         prefixes.store("d:0", donor)
         prefixes.store("d:0", donor)  # once
         prefixes.verify()

@@ -196,12 +196,12 @@ def test_places_do_not_overlap(steps) -> None:
     reserve = Reserve(100)
     for number, (tokens, leaves) in enumerate(steps):
         if leaves and reserve.spans:
-            reserve.give_back(next(iter(reserve.spans)))
+            reserve.release(next(iter(reserve.spans)))
         place = reserve.find(tokens)
         if place is None:
             assert reserve.spans, "an empty reserve has room for every request"
             continue
-        reserve.take(f"r{number}", place, tokens)
+        reserve.acquire(f"r{number}", place, tokens)
         spans = sorted((span.start, span.stop) for span in reserve.spans.values())
         ends = [0, *(stop for _, stop in spans)]
         assert all(end <= start for end, (start, _) in zip(ends, spans, strict=False)) and ends[-1] <= 100

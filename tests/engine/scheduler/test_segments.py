@@ -55,9 +55,9 @@ def check(cache: SegmentCache, loans: list[tuple[Segment, bool]] = ()) -> None:
         for part in segment.chain():
             users[part.number][0] += 1
             users[part.number][1] += lasting
-    assert {x.number: [x.users, x.lasting] for x in segments} == users
-    assert cache.pinned == sum(x.columns for x in segments if x.users)
-    assert cache.lasting == sum(x.columns for x in segments if x.lasting)
+    assert {x.number: [x.refs, x.lasting_refs] for x in segments} == users
+    assert cache.pinned == sum(x.columns for x in segments if x.refs)
+    assert cache.lasting == sum(x.columns for x in segments if x.lasting_refs)
     for segment in segments:
         assert segment.parent is None or segment.parent in segments
         assert segment.children == sum(x.parent is segment for x in segments)
@@ -94,7 +94,7 @@ def test_the_least_recently_used_goes_first_and_none_before_its_followers():
         gone.append([found(cache, "ab"), found(cache, "xy")])
     # To ask is not to use.
     assert gone == [[2, 1], [2, 0], [1, 0], [0, 0]] and not cache.columns
-    assert len(cache.outbox.take(None, None).drops) == 4
+    assert len(cache.outbox.flush(None, None).drops) == 4
 
 
 def test_what_is_used_and_what_will_be_is_not_dropped():
@@ -102,13 +102,13 @@ def test_what_is_used_and_what_will_be_is_not_dropped():
     store(cache, "abc")
     other = store(cache, "xy")
     used, _ = cache.find(keys("ab"), 2)
-    cache.borrow(used, lasting=True)
+    cache.retain(used, lasting=True)
     check(cache, [(used, True)])
-    assert cache.droppable(other) == UNIT and cache.with_user(other) == 4 * UNIT
-    assert cache.with_lasting(None) == 2 * UNIT
+    assert cache.droppable(other) == UNIT and cache.columns_if_retained(other) == 4 * UNIT
+    assert cache.lasting_if_retained(None) == 2 * UNIT
     assert cache.drop_columns(1, other) and not cache.drop_columns(1, other)
     assert (found(cache, "abc"), found(cache, "xy")) == (2, 2)
-    cache.give_back(used, lasting=True)
+    cache.release(used, lasting=True)
     check(cache)
 
 
@@ -148,14 +148,14 @@ def test_after_a_reset_nothing_is_found_and_the_rest_goes_with_its_users():
     cache = make(longest=1)
     store(cache, "abc")
     used, _ = cache.find(keys("ab"), 2)
-    cache.borrow(used, lasting=False)
+    cache.retain(used, lasting=False)
     cache.begin("reader", keys("xyz"), 3)
-    cache.forget()
+    cache.invalidate()
     assert found(cache, "abc") == 0 and cache.columns == 2 * UNIT and cache.readers(keys("xyz"), 3) == ([], 0)
     # What follows it could be found, and it could not.
     assert cache.store("a", used, keys("abq"), 2 * UNIT, 3 * UNIT) is used
-    cache.give_back(used, lasting=False)
-    assert not len(cache) and sorted(cache.outbox.take(None, None).drops) == [1, 2, 3]
+    cache.release(used, lasting=False)
+    assert not len(cache) and sorted(cache.outbox.flush(None, None).drops) == [1, 2, 3]
     check(cache)
 
 
@@ -185,9 +185,9 @@ def test_against_all_that_was_stored(seed):
         hit = cache.find(keys(prompt), len(prompt))
         if hit and choose.random() < 0.5:
             loans.append((hit[0], choose.random() < 0.5))
-            cache.borrow(*loans[-1])
+            cache.retain(*loans[-1])
         elif loans and choose.random() < 0.5:
-            cache.give_back(*loans.pop(choose.randrange(len(loans))))
+            cache.release(*loans.pop(choose.randrange(len(loans))))
         check(cache, loans)
     pinned = {part.number for segment, _ in loans for part in segment.chain()}
     while cache.drop_columns(1):

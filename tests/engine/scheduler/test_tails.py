@@ -202,7 +202,7 @@ def test_nobody_waits_or_is_preempted_for_them() -> None:
     for keep in (True, False):
         simulation = Watched(chatting(pages=[140], max_model_len=1000))
         if not keep:
-            simulation.ledger.shared.tails.part_from = lambda request, account, untold: None
+            simulation.ledger.shared.tails.detach = lambda request, account, untold: None
         conversations(simulation, 5)
         before = simulation.steps
         for index in range(6):

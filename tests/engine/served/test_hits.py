@@ -129,7 +129,7 @@ def read(model) -> dict[tuple[str, str], list[Answer]]:
 
 
 def without_tails(monkeypatch) -> None:
-    monkeypatch.setattr(Tails, "part_from", lambda tails, request, account, untold: None)
+    monkeypatch.setattr(Tails, "detach", lambda tails, request, account, untold: None)
 
 
 @pytest.mark.engine

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.served.test_inspect_turns import SAID, chat, kept_on_a_server
 from tests.engine.support.inspecting import BUDGET, LENGTH, TEXT, page_of
 from tests.engine.support.running import Ask, evicting_engine, run
-from vllm_kvevict.chats import Chat
+from vllm_kvevict.chats import ChatRequest
 from vllm_kvevict.inspect.__main__ import main
 
 pytestmark = pytest.mark.engine
@@ -32,7 +32,7 @@ def test_a_first_part_that_stays_whole(models) -> None:
     options = {"min_turn": 32, "scope": "turns", "keep_first": True}
     with evicting_engine(models("llama"), eviction=options, max_num_batched_tokens=128) as llm:
         for policy in ("ada-snapkv", "kvzip"):
-            page = page_of(llm, [policy], chats=[Chat(chat(*SAID[:3]))])
+            page = page_of(llm, [policy], chats=[ChatRequest(chat(*SAID[:3]))])
             kept, _ = kept_on_a_server(llm, chat(*SAID[:3]), policy)
             first, end = page["turns"][0], page["turns"][-1]
             shown = page["policies"][0]
@@ -40,7 +40,7 @@ def test_a_first_part_that_stays_whole(models) -> None:
             assert all(head[:first] == list(range(first)) for layer in kept for head in layer)
             assert shown["entries_per_turn"][1] < 8 * (end - first) // 2
         # Nothing behind it yet.
-        page = page_of(llm, ["snapkv"], chats=[Chat(chat(SAID[0]))])
+        page = page_of(llm, ["snapkv"], chats=[ChatRequest(chat(SAID[0]))])
         assert len(page["turns"]) == 1 and page["policies"][0]["entries_per_turn"][0] == 8 * page["turns"][0]
 
 

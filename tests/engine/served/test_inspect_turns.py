@@ -11,7 +11,7 @@ from tests.engine.support.clients import words
 from tests.engine.support.inspecting import BUDGET, LENGTH, kept_by, page_of
 from tests.engine.support.running import Ask, decided, evicting_engine, run
 from tests.inspection.pages import read as read_page
-from vllm_kvevict.chats import Chat
+from vllm_kvevict.chats import ChatRequest
 from vllm_kvevict.inspect import inspection
 from vllm_kvevict.inspect.__main__ import main
 from vllm_kvevict.policies.registry import policies_for_parts
@@ -64,7 +64,7 @@ def kept_on_a_server(llm, messages, policy):
 @pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip"])
 def test_a_chat_is_evicted_as_on_a_server(llm, policy):
     messages = chat(*SAID[:3])
-    page = page_of(llm, [policy], chats=[Chat(messages)])
+    page = page_of(llm, [policy], chats=[ChatRequest(messages)])
     kept, answer = kept_on_a_server(llm, messages, policy)
     assert page["token_ids"] == answer.prompt
     end = page["turns"][-1]
@@ -113,7 +113,7 @@ def of_turn(page, start, end):
 
 
 def test_a_branch_keeps_the_same_of_what_both_share(llm):
-    chats = [Chat(chat(*SAID[:3])), Chat(chat(SAID[0], SAID[3], *SAID[2:]))]
+    chats = [ChatRequest(chat(*SAID[:3])), ChatRequest(chat(SAID[0], SAID[3], *SAID[2:]))]
     page = page_of(llm, ["ada-snapkv", "kvzip"], chats=chats)
     branch = page["branch"]
     assert page["shared_turns"] == 1 and page["turns"][0] == branch["turns"][0]

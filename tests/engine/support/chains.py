@@ -27,7 +27,7 @@ class Watched(Simulation):
         dropped: prefixes that were dropped to make room.
         with_children: those of them that another one followed once.
         became_own: of the dropped ones those that a request borrowed.
-        completed: most pages that requests used at once of what dropped prefixes had made full.
+        filled: most pages that requests used at once of what dropped prefixes had made full.
         left_in_completed: prefixes that such a request has left.
     """
 
@@ -38,10 +38,10 @@ class Watched(Simulation):
         self.waited: set[str] = set()
         self.dropped: list[Prefix] = []
         self._had_children: set[int] = set()
-        self.with_children = self.became_own = self.completed = 0
+        self.with_children = self.became_own = self.filled = 0
         self.left_in_completed: set[int] = set()
         self._used_by: dict[int, set[str]] = {}
-        """Who went on in completed pages of a prefix, by its number."""
+        """Who went on in filled pages of a prefix, by its number."""
         self._promised: dict[tuple[str, int], list[int]] = {}
         self._watch_drops()
         self._watch_room()
@@ -51,8 +51,8 @@ class Watched(Simulation):
         drop, droppable_pages = compressed.drop, compressed.droppable_pages
 
         def dropped(prefix: Prefix) -> None:
-            self.became_own += bool(prefix.users)
-            if not prefix.is_forgotten:
+            self.became_own += bool(prefix.refs)
+            if not prefix.is_invalid:
                 self.dropped.append(prefix)
                 self.with_children += prefix.number in self._had_children
             drop(prefix)
@@ -100,14 +100,12 @@ class Watched(Simulation):
             self.longest = max(self.longest, len(admission.prefixes))
             self.begun += len(admission.prefixes) >= 3
         self.branches.update(prefix.number for prefix in compressed if prefix.children > 1)
-        self.completed = max(
-            self.completed, sum(sum(prefix.completed) for prefix in compressed if prefix.completed_for)
-        )
+        self.filled = max(self.filled, sum(sum(prefix.filled) for prefix in compressed if prefix.filled_for))
         for prefix in compressed:
             used_by = self._used_by.get(prefix.number, set())
-            later = {child.number for child in prefix.completed_by if child.producer[0] in used_by}
+            later = {child.number for child in prefix.filled_by if child.producer[0] in used_by}
             self.left_in_completed.update(later)
-            self._used_by[prefix.number] = used_by | prefix.completed_for
+            self._used_by[prefix.number] = used_by | prefix.filled_for
         self._had_children.update(prefix.number for prefix in compressed if prefix.children)
         for request in self.scheduler.waiting:
             prefix = compressed.known(request)
@@ -133,7 +131,7 @@ class Watched(Simulation):
 def without_tails(setup: Setup) -> Watched:
     """A server whose requests leave none, so that what each reads says which chain it found."""
     simulation = Watched(setup)
-    simulation.ledger.shared.tails.part_from = lambda request, account, untold: None
+    simulation.ledger.shared.tails.detach = lambda request, account, untold: None
     return simulation
 
 
@@ -172,15 +170,15 @@ def check_sums(simulation: Simulation) -> None:
         children[prefix.parent] += 1
         storing.update(() if prefix.is_ready else _chain(prefix))
     for prefix in prefixes:
-        assert prefix.users == users[prefix]
+        assert prefix.refs == users[prefix]
         assert prefix.children == children[prefix]
         assert prefix.storing == storing[prefix]
         assert prefix.borrowers == {name for name, account in accounts.items() if account.prefix is prefix}
         followers = {child for child in prefixes if child.parent is prefix}
-        assert {child for child in followers if any(child.completes)} <= prefix.completed_by <= followers
-        for child in prefix.completed_by:
-            assert not child.is_ready or child.completes == prefix.completed
-        assert prefix.completed_for <= prefix.borrowers
+        assert {child for child in followers if any(child.fills)} <= prefix.filled_by <= followers
+        for child in prefix.filled_by:
+            assert not child.is_ready or child.fills == prefix.filled
+        assert prefix.filled_for <= prefix.borrowers
     _check_borrowed(accounts)
     ends = sum(prefix.in_turns and not prefix.children for prefix in prefixes)
     assert compressed.num_conversations == ends
@@ -211,9 +209,9 @@ def _check_borrowed(accounts: Mapping[str, Account]) -> None:
     """Once all is reported, a request borrows the full pages of the whole chain that it goes on behind."""
     for name, account in accounts.items():
         if account.segment is None and not account.awaits_reports:
-            pages = [plus(prefix.full_pages, prefix.completes) for prefix in _chain(account.prefix)]
-            if account.prefix is not None and name in account.prefix.completed_for:
-                pages.append(account.prefix.completed)
+            pages = [plus(prefix.full_pages, prefix.fills) for prefix in _chain(account.prefix)]
+            if account.prefix is not None and name in account.prefix.filled_for:
+                pages.append(account.prefix.filled)
             assert account.borrowed == total(pages, len(account.held))
 
 
@@ -226,8 +224,8 @@ def _pinned(prefixes: Sequence[Prefix], users: Mapping[Prefix, int], ranks: int)
 
 def _lent(prefix: Prefix, users: Mapping[Prefix, int]) -> list[int]:
     """Pages of a prefix that are full, or that somebody uses who has made them full."""
-    is_completed = prefix.completed_for or any(users[child] for child in prefix.completed_by)
-    return plus(prefix.full_pages, prefix.completed) if is_completed else prefix.full_pages
+    is_filled = prefix.filled_for or any(users[child] for child in prefix.filled_by)
+    return plus(prefix.full_pages, prefix.filled) if is_filled else prefix.full_pages
 
 
 def freed_by_drops(simulation: Simulation, untouchable: Prefix | None) -> list[int]:
@@ -238,10 +236,10 @@ def freed_by_drops(simulation: Simulation, untouchable: Prefix | None) -> list[i
     left, freed = list(compressed), []
     while True:
         parents = {prefix.parent for prefix in left}
-        gone = [p for p in left if p.is_ready and p.num_users <= 1 and p not in parents and p not in stay]
+        gone = [p for p in left if p.is_ready and p.page_refs <= 1 and p not in parents and p not in stay]
         if not gone:
             return total(freed, ranks)
         for prefix in gone:
-            lent = _lent(prefix, Counter({p: p.users for p in compressed})) if prefix.users else [0] * ranks
+            lent = _lent(prefix, Counter({p: p.refs for p in compressed})) if prefix.refs else [0] * ranks
             freed.append([held - pages for held, pages in zip(prefix.held, lent, strict=True)])
         left = [prefix for prefix in left if prefix not in gone]

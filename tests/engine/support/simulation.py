@@ -21,10 +21,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.support.choices import GREEDS, Choices
 from tests.engine.support.servers import DIMS, PAGE, TOKEN, Setup, capacities, make_scheduler, options_of
-from vllm_kvevict.engine.messages import Holdings, RankMessage, Store, WorkerMessages
+from vllm_kvevict.engine.messages import Holdings, RankMessage, StorePrefix, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
-from vllm_kvevict.policies.cuts import NO_KEYS, Question, tally
+from vllm_kvevict.policies.cuts import NO_KEYS, CutQuery, tally
 from vllm_kvevict.policies.kvzip import MOST_SINKS
 from vllm_kvevict.schedules.plan import Admission, Phase, Plan
 from vllm_kvevict.schedules.registry import repeats_prompt, schedule_of
@@ -60,7 +60,7 @@ class Resident:
     waits: bool = False
     repeated: int = 0
     kept: list[np.ndarray] | None = None
-    store: Store | None = None
+    store: StorePrefix | None = None
     lent: list[np.ndarray] | None = None
     prefix: int | None = None
     segments: list[tuple[int, int]] = field(default_factory=list)
@@ -169,7 +169,7 @@ class Workers:
         cached: lengths of the rows of cached prefixes, by number and rank.
         segments: by number the tokens of each segment, None where they were not known.
         tails: what ended requests have left, by number.
-        completed: pages of prefixes that others have completed so far.
+        filled: pages of prefixes that others have filled so far.
         hits, shares, taken: requests that began with one, or with segments; and with a tail.
         dropped: numbers of those that were dropped, in order.
         most_rounds: of questions that any eviction took.
@@ -200,7 +200,7 @@ class Workers:
         self._parents: dict[int, int | None] = {}
         self._first: dict[int, list[np.ndarray]] = {}
         """Of each cached prefix, by rank, columns of each row before its own."""
-        self.completed = 0
+        self.filled = 0
         self.segments: dict[int, list[int | None]] = {}
         self.tails: dict[int, TailRows] = {}
         self.hits = self.shares = self.taken = 0
@@ -293,33 +293,33 @@ class Workers:
             Pages of each rank of the prefix before it that it completes.
         """
         store, resident.store = resident.store, None
-        completed = [np.zeros_like(rows) for rows in resident.kv_len]
+        filled = [np.zeros_like(rows) for rows in resident.kv_len]
         if store is not None and resident.is_at_end:
             number, first = store.number, resident.lent or self._lent_by(None)
-            if store.completes is not None:
-                completed = self._complete(store.completes, resident)
+            if store.fills is not None:
+                filled = self._fill(store.fills, resident)
             self.cached[number] = [rows.copy() for rows in resident.kv_len]
-            self._first[number] = [own + more for own, more in zip(first, completed, strict=True)]
+            self._first[number] = [own + more for own, more in zip(first, filled, strict=True)]
             self._parents[number] = resident.prefix
             self._evicted_as[number] = resident.evicted_until(resident.tokens)
             self._note_origin(number, resident)
             self._borrow(resident, number)
-        return [int(rows.sum()) for rows in completed]
+        return [int(rows.sum()) for rows in filled]
 
-    def _complete(self, number: int, resident: Resident) -> list[np.ndarray]:
+    def _fill(self, number: int, resident: Resident) -> list[np.ndarray]:
         """Where a prefix takes a request's first full page for its partial one, which nobody may use beyond that."""
         before = self._lent_by(number)
         beyond = [self._first[child] for child, parent in self._parents.items() if parent == number]
         beyond += [other.lent for other in self.live.values() if other.prefix == number and other.lent]
         for used in beyond:
             for columns, lent in zip(used, before, strict=True):
-                assert (columns == lent).all(), f"prefix {number} is completed twice"
+                assert (columns == lent).all(), f"prefix {number} is filled twice"
         assert resident.prefix == number
-        completed = []
+        filled = []
         for rows, kept, lent in zip(resident.kv_len, self.cached[number], before, strict=True):
-            completed.append(((kept % PAGE > 0) & (rows // PAGE > lent)).astype(np.int64))
-        self.completed += sum(int(rows.sum()) for rows in completed)
-        return completed
+            filled.append(((kept % PAGE > 0) & (rows // PAGE > lent)).astype(np.int64))
+        self.filled += sum(int(rows.sum()) for rows in filled)
+        return filled
 
     def _borrow(self, resident: Resident, number: int) -> None:
         resident.prefix = number
@@ -449,14 +449,14 @@ class Workers:
         self._move_blocks(output)
         self._check_adapters(output)
         trimmed: list[Resident] = []
-        asked: dict[str, Question] = {}
+        asked: dict[str, CutQuery] = {}
         reports = []
         for name, answer in message.answers.items():
             resident = self.live.get(name)
             if resident is None or resident.admission.epoch != answer.epoch:
                 continue
             assert resident.waits
-            if isinstance(answer.said, Question):
+            if isinstance(answer.said, CutQuery):
                 asked[name] = answer.said
                 self.most_rounds = max(self.most_rounds, answer.said.known + 1)
                 continue
@@ -538,7 +538,7 @@ class Workers:
         for resident in leaving:
             if self.setup.pipeline and not resident.is_in_answer and schedule(resident) in CROSS_STAGE:
                 resident.waits = True
-                asked[resident.admission.request_id] = Question()
+                asked[resident.admission.request_id] = CutQuery()
         leaving = [resident for resident in leaving if not resident.waits]
         reports += [self._evict(resident) for resident in leaving]
         by_rank = {}
@@ -667,7 +667,7 @@ class Workers:
         resident.repeated = chunk.stop
         resident.waits = chunk.stop < n
 
-    def _claim(self, resident: Resident, question: Question, rank: int) -> Claim:
+    def _claim(self, resident: Resident, question: CutQuery, rank: int) -> Claim:
         """What a rank says of an eviction that it cannot decide alone."""
         if schedule(resident) != "by weight":
             first_replica = rank % self.setup.replicas == 0
@@ -824,8 +824,8 @@ class Workers:
                     else None,
                 )
             )
-        completed = self._store(resident)
-        return [replace(report, completed=pages) for report, pages in zip(reports, completed, strict=True)]
+        filled = self._store(resident)
+        return [replace(report, filled=pages) for report, pages in zip(reports, filled, strict=True)]
 
 
 class Simulation:

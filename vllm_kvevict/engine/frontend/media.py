@@ -27,7 +27,7 @@ def has_media(prompt: Any) -> bool:
     return isinstance(prompt, dict) and bool(prompt.get("mm_placeholders"))
 
 
-def forget(renderer: BaseRenderer, prompt: Any) -> None:
+def invalidate(renderer: BaseRenderer, prompt: Any) -> None:
     """Let the media of a refused prompt be sent with the next one that has them.
 
     vLLM notes media as sent when a prompt is rendered, and sends each of them once.

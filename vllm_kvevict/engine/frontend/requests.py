@@ -139,7 +139,7 @@ def _forgetting_media_if_refused(renderer: Any, prompt: Any) -> Iterator[None]:
     try:
         yield
     except VLLMValidationError:
-        media.forget(renderer, prompt)
+        media.invalidate(renderer, prompt)
         raise
 
 

@@ -17,7 +17,7 @@ from vllm_kvevict.schedules.bounds import Known
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Phase, Plan
 from vllm_kvevict.schedules.registry import schedule_of
-from vllm_kvevict.schedules.reports import Answer, Claim
+from vllm_kvevict.schedules.reports import ArbiterAnswer, Claim
 
 STEPS_AHEAD = 3
 """Steps that may be dispatched before what the first of them evicts is reported, and one more."""
@@ -46,7 +46,7 @@ class Account:
         num_stages: pipeline stages, which decide together what some policies keep.
         reserved_at: where its place in the reserve begins; None if it needs none.
         beside: blocks that layers which are not evicted hold of it at most, while it is read and afterwards.
-        is_stale: whether the cache was reset after it was admitted: it goes on, and leaves nothing for others.
+        is_invalid: whether the cache was reset after it was admitted: it goes on, and leaves nothing for others.
         is_undecided: whether it is still to be decided, over all stages, what it keeps.
     """
 
@@ -69,7 +69,7 @@ class Account:
     num_stages: int = 1
     reserved_at: int | None = None
     beside: tuple[int, int] = (0, 0)
-    is_stale: bool = False
+    is_invalid: bool = False
     is_undecided: bool = False
     _unreported: set[int] = field(default_factory=set)
     _to_repeat: list[tuple[int, int]] = field(default_factory=list)
@@ -217,15 +217,15 @@ class Account:
 
     # What happens to it.
 
-    def take_place(self, reserved_at: int | None, beside: tuple[int, int]) -> None:
+    def set_seat(self, reserved_at: int | None, beside: tuple[int, int]) -> None:
         """It may begin, with a place in the reserve and blocks of other layers; see the attributes."""
         self.reserved_at, self.beside = reserved_at, beside
 
-    def read_on(self, terms: Terms) -> None:
+    def set_terms(self, terms: Terms) -> None:
         """It is read on other terms."""
         self.terms = terms
 
-    def take(self, need: Need) -> None:
+    def hold(self, need: Need) -> None:
         """It holds, and is promised, so many pages of each rank; called by :class:`Books` alone, which add them up."""
         self.held, self.promise = need
 
@@ -295,13 +295,13 @@ class Account:
             counts.append(PageCount.from_residues(held + borrowed, tokens, residues))
         return counts
 
-    def take_chunk(self) -> tuple[int, int]:
+    def next_chunk(self) -> tuple[int, int]:
         """The next chunk of its prompt, which the step that is being scheduled repeats."""
         chunk = self._to_repeat.pop(0)
         self.is_undecided = bool(self._to_repeat) or self._waits_for_stages
         return chunk
 
-    def on_claims(self, claims: Sequence[Claim], rank: RankCapacity) -> Answer:
+    def on_claims(self, claims: Sequence[Claim], rank: RankCapacity) -> ArbiterAnswer:
         """Answer what all ranks said of its eviction; the last answer decides it.
 
         Args:
@@ -310,7 +310,7 @@ class Account:
         if self._arbiter is None:
             assert self._evicting is not None
             self._arbiter = schedule_of(self._evicting).arbiter(self._evicting, rank)
-        answer = Answer(self.epoch, self._arbiter.on_claims([claim.said for claim in claims]))
+        answer = ArbiterAnswer(self.epoch, self._arbiter.on_claims([claim.said for claim in claims]))
         self.is_undecided = not self._arbiter.is_done
         return answer
 
@@ -358,13 +358,13 @@ class Account:
         """Its answer has no more tokens than so many."""
         self.max_tokens = max_tokens
 
-    def become_stale(self) -> None:
+    def invalidate(self) -> None:
         """The cache was reset."""
-        self.is_stale = True
+        self.is_invalid = True
 
     # What it borrows.
 
-    def borrow(self, prefix: Prefix) -> None:
+    def retain(self, prefix: Prefix) -> None:
         """It borrows of a compressed prefix."""
         self.prefix = prefix
 
@@ -383,7 +383,7 @@ class Account:
         """The last segment that it borrows of is another."""
         self.segment = segment
 
-    def leave(self, segment: Segment, pages: Sequence[int]) -> Need:
+    def publish(self, segment: Segment, pages: Sequence[int]) -> Need:
         """Pages of its own, so many of each rank, become segments, of which it borrows them; what it needs then."""
         self.segment = segment
         self.borrowed = [sum(pair) for pair in zip(self.borrowed, pages, strict=True)]

@@ -17,25 +17,25 @@ class AdapterPlaces:
 
     def __init__(self, most: int):
         self.most = most
-        self._users: Counter[int] = Counter()
+        self._refs: Counter[int] = Counter()
         """Requests by the number of their adapter."""
 
-    def has_place(self, request: Request) -> bool:
+    def has_slot(self, request: Request) -> bool:
         """Whether a waiting request may use its adapter, if it has one, beside those in flight."""
         if request.lora_request is None:
             return True
-        return len(self._users) < self.most or request.lora_request.lora_int_id in self._users
+        return len(self._refs) < self.most or request.lora_request.lora_int_id in self._refs
 
-    def take(self, request: Request) -> None:
+    def acquire(self, request: Request) -> None:
         """A request was admitted."""
         if request.lora_request is not None:
-            self._users[request.lora_request.lora_int_id] += 1
+            self._refs[request.lora_request.lora_int_id] += 1
 
-    def give_back(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """A request that was admitted finished, was aborted or preempted."""
         if request.lora_request is None:
             return
         number = request.lora_request.lora_int_id
-        self._users[number] -= 1
-        if not self._users[number]:
-            del self._users[number]
+        self._refs[number] -= 1
+        if not self._refs[number]:
+            del self._refs[number]

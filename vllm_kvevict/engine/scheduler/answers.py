@@ -36,6 +36,6 @@ class AnswerLimits:
             request.max_tokens = max_tokens
         self._asked.clear()
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """A request is finished."""
         self._asked.pop(name, None)

@@ -31,7 +31,7 @@ class Books:
         for rank, pages in enumerate(held):
             self.used[rank] += pages - account.held[rank]
             self.promised[rank] += promise[rank] - account.promise[rank]
-        account.take(need)
+        account.hold(need)
 
     def take_over(self, account: Account) -> None:
         """An account begins with pages that were cached until now."""

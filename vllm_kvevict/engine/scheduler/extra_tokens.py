@@ -10,7 +10,7 @@ from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.schedules.reports import ExtraTokens
 
 
-class Turn:
+class ExtraTokensSlot:
     """Of the step that is being scheduled."""
 
     def __init__(self, requests: Requests):
@@ -37,7 +37,7 @@ class Turn:
         ]
         return min(reading_again, key=lambda name: self._requests.in_flight[name].priority, default=None)
 
-    def take_for_probe(self, request_id: str) -> bool:
+    def acquire_for_probe(self, request_id: str) -> bool:
         """Let the step compute a request's probe, if the turn is nobody else's; else it comes with a later step."""
         if self._repeating is not None:
             self._probe_waits = True
@@ -61,7 +61,7 @@ class Turn:
         account = self._requests.accounts.get(request_id)
         if account is None or not account.waits_for_repeats:
             return None
-        start, stop = account.take_chunk()
+        start, stop = account.next_chunk()
         return ExtraTokens(f"{request_id}-repeat-{account.epoch}-{start}", request_id, start, stop)
 
     def _probe(self, request_id: str) -> ExtraTokens:

@@ -47,9 +47,9 @@ class Gate:
         """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
         for name in list(self._reserve.spans):
             if not self._requests.accounts[name].reserved(self._head_dims):
-                self._reserve.give_back(name)
+                self._reserve.release(name)
 
-    def awaits_place(self, request: Request) -> bool:
+    def awaits_slot(self, request: Request) -> bool:
         """Whether a waiting request must be passed over until there is room in the reserve, or in the ring.
 
         One that begins with all that is evicted of it needs no reserve, nor do most that this step can read whole.
@@ -121,7 +121,7 @@ class Gate:
         if new.keeps_queries and self._ring_is_full:
             return False
         books, accounts = self._books, self._requests.accounts
-        new.take_place(place, books.others.blocks_beside(request))
+        new.set_seat(place, books.others.blocks_beside(request))
         pinned, lasting = books.others.together_later(*self._shared.pinned(new), accounts.values(), new)
         running: list[Account] = []
         less_urgent: list[Account] = []

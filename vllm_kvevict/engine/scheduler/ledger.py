@@ -23,7 +23,7 @@ from vllm_kvevict.engine.scheduler.answers import AnswerLimits
 from vllm_kvevict.engine.scheduler.blocks import NoBlocks, SharedBlocks
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.check import verify
-from vllm_kvevict.engine.scheduler.extra_tokens import Turn
+from vllm_kvevict.engine.scheduler.extra_tokens import ExtraTokensSlot
 from vllm_kvevict.engine.scheduler.gate import Gate
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
 from vllm_kvevict.engine.scheduler.outbox import Outbox
@@ -94,7 +94,7 @@ class PageLedger(KVCacheManager):
         self.others = OtherLayers(self, self.blocks, ranks, self._block)
         self.books = Books(ranks, self.others)
         self.requests = Requests(self.options, control, self._keys_of, self._next_key, self._fewest_read)
-        self.turn = Turn(self.requests)
+        self.extra_tokens = ExtraTokensSlot(self.requests)
         self.shared = SharedStore(
             self.outbox,
             self.requests,
@@ -202,7 +202,7 @@ class PageLedger(KVCacheManager):
             self._admit(request, account)
         self.books.hold(account, need)
         if account.is_reading:
-            self.shared.uncompressed.leave(request, account, tokens)
+            self.shared.uncompressed.publish(request, account, tokens)
         if account.advance(tokens, self.max_model_len, self.books.ranks):
             self.shared.compressed.store(request.request_id, account)
         return blocks
@@ -233,7 +233,7 @@ class PageLedger(KVCacheManager):
         """Open the request's account for good; the workers hear of it with this step."""
         name, prefix, segment = request.request_id, account.prefix, account.segment
         self.requests.admit(request, account)
-        self.adapters.take(request)
+        self.adapters.acquire(request)
         self.outbox.admit(
             Admission(
                 name,
@@ -248,7 +248,7 @@ class PageLedger(KVCacheManager):
             )
         )
         if account.reserved_at is not None:
-            self.reserve.take(name, account.reserved_at, account.reserved(self.head_dims))
+            self.reserve.acquire(name, account.reserved_at, account.reserved(self.head_dims))
         self.limits.limit(request, account, self.bounds, self.max_model_len)
         if prefix is not None:
             self.requests.keep(name, account)
@@ -276,18 +276,18 @@ class PageLedger(KVCacheManager):
         return self.empty_kv_cache_blocks, self.shared.tokens_found(request) if is_asked else 0, 0
 
     def reset_prefix_cache(self) -> bool:
-        """As of :meth:`SharedStore.forget`."""
-        is_unused = self.shared.forget()
+        """As of :meth:`SharedStore.invalidate`."""
+        is_unused = self.shared.invalidate()
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True  # the hit rate in vLLM's log begins anew
         return is_unused
 
-    def forget_kept(self) -> None:
+    def clear_kept(self) -> None:
         """Let replays find out anew what they keep, and so how long their answers may be.
 
         Where all that run are preempted for a reset, the weights may be others: what was kept says nothing any more.
         """
-        self.requests.forget_kept()
+        self.requests.clear_kept()
         self.limits.lift()
 
     def estimate_cached_tokens(self, request: Request) -> int:
@@ -304,7 +304,7 @@ class PageLedger(KVCacheManager):
             scheduled: its tokens by request.
         """
         most_pages = dict(zip(self.ranks, self.books.held, strict=True)) if self.options.check else None
-        return self.outbox.take(self.turn.end_step(scheduled), most_pages)
+        return self.outbox.flush(self.extra_tokens.end_step(scheduled), most_pages)
 
     def on_report(self, rank: int, request_id: str, report: Report) -> None:
         """Take over a rank's counts after an eviction; of a request that is gone or older, there are none."""
@@ -312,10 +312,10 @@ class PageLedger(KVCacheManager):
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
         prefix = self.shared.compressed.produced_by(request_id, report.epoch, report.tokens)
         if prefix is not None:
-            self.shared.compressed.on_report(prefix, index, count, report.completed)
+            self.shared.compressed.on_report(prefix, index, count, report.filled)
         account = self.accounts.get(request_id)
         if account is None or account.epoch != report.epoch:
-            self.shared.compressed.drop_forgotten()
+            self.shared.compressed.drop_invalid()
             return
         phase = account.plan.phase_of(report.tokens)
         if phase is not None and phase.of_answer:
@@ -331,9 +331,9 @@ class PageLedger(KVCacheManager):
             need = account.on_complete_report(index, count, most, prefix)
         self.books.hold(account, need)
         if prefix is not None and prefix.is_ready:
-            self.shared.compressed.borrow(prefix, request_id, account.prefix)
-            account.borrow(prefix)
-            self.shared.compressed.drop_forgotten()
+            self.shared.compressed.retain(prefix, request_id, account.prefix)
+            account.retain(prefix)
+            self.shared.compressed.drop_invalid()
         if phase is not None and not account.awaits_reports:
             self.requests.keep(request_id, account)
         if phase is not None and account.is_evicted:
@@ -368,26 +368,26 @@ class PageLedger(KVCacheManager):
 
     def free(self, request: Request) -> None:
         """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
-        self._forget(request)
+        self._close(request)
         super().free(request)
 
     def pop_blocks_for_free(self, request: Request) -> list:
-        self._forget(request)
+        self._close(request)
         return super().pop_blocks_for_free(request)
 
-    def _forget(self, request: Request) -> None:
+    def _close(self, request: Request) -> None:
         name = request.request_id
-        untold, account = self.outbox.take_back(name), self.requests.leave(request)
+        untold, account = self.outbox.take_back(name), self.requests.close(request)
         if account is not None:
-            self.adapters.give_back(request)
-            self.shared.part_from(request, account, untold)
-            self.reserve.give_back(name)
+            self.adapters.release(request)
+            self.shared.detach(request, account, untold)
+            self.reserve.release(name)
             self.books.close(account)
         if request.is_finished():
-            self.limits.forget(name)
+            self.limits.remove(name)
             self.ends.pop(name, None)
-            self.shared.forget_waiting(name)
-            self.requests.forget(name)
+            self.shared.remove_waiting(name)
+            self.requests.remove(name)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Nothing to hash: what of a request is cached was settled when it was admitted."""

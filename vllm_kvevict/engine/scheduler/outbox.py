@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from vllm_kvevict.engine.messages import StepMessage, Store
+from vllm_kvevict.engine.messages import StepMessage, StorePrefix
 from vllm_kvevict.schedules.plan import Admission
-from vllm_kvevict.schedules.reports import Answer, ExtraTokens
+from vllm_kvevict.schedules.reports import ArbiterAnswer, ExtraTokens
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Outbox:
         """The step admits a request."""
         self._admissions[admission.request_id] = admission
 
-    def answer(self, request_id: str, answer: Answer) -> None:
+    def answer(self, request_id: str, answer: ArbiterAnswer) -> None:
         """Answer what all ranks claimed of a request's eviction."""
         self._rest.answers[request_id] = answer
 
-    def store(self, request_id: str, store: Store) -> None:
+    def store(self, request_id: str, store: StorePrefix) -> None:
         """The step evicts a request, and what it keeps is cached."""
         self._rest.stores[request_id] = store
 
@@ -79,7 +79,7 @@ class Outbox:
         """The step makes a segment of a request's next columns."""
         self._rest.freezes.setdefault(request_id, []).append((number, columns))
 
-    def leave(self, request_id: str, number: int, tokens: int) -> None:
+    def publish_tail(self, request_id: str, number: int, tokens: int) -> None:
         """A request has ended, and its tail stays, up to so many tokens of its prompt and answer."""
         self._rest.leaves[request_id] = number, tokens
 
@@ -108,7 +108,7 @@ class Outbox:
             tuple(number for number, _ in self._rest.freezes.pop(request_id, ())),
         )
 
-    def take(self, extra: ExtraTokens | None, most_pages: dict[int, int] | None) -> StepMessage:
+    def flush(self, extra: ExtraTokens | None, most_pages: dict[int, int] | None) -> StepMessage:
         """The message of the step that was scheduled; from now on the next one's comes about.
 
         Args:

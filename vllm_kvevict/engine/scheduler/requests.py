@@ -166,7 +166,7 @@ class Requests:
         of_prompt = {position: counts for position, counts in known.items() if position <= last}
         self.kept[name] = {**of_prompt, account.counts[0].tokens: tuple(account.counts)}
 
-    def forget_kept(self) -> None:
+    def clear_kept(self) -> None:
         """What was kept says nothing any more."""
         self.kept.clear()
 
@@ -174,12 +174,12 @@ class Requests:
         """A request is in flight from now on."""
         self.accounts[request.request_id], self.in_flight[request.request_id] = account, request
 
-    def leave(self, request: Request) -> Account | None:
+    def close(self, request: Request) -> Account | None:
         """A request finished, was aborted or preempted; its account, if it was in flight."""
         self.in_flight.pop(request.request_id, None)
         return self.accounts.pop(request.request_id, None)
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """A request is finished, and nobody asks about it any more."""
         for known in self._found_out:
             known.pop(name, None)

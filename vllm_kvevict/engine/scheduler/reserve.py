@@ -29,10 +29,10 @@ class Reserve:
             start = span.stop
         return start if start + size <= self.size else None
 
-    def take(self, request_id: str, place: int, size: int) -> None:
+    def acquire(self, request_id: str, place: int, size: int) -> None:
         """Give a request its place."""
         self.spans[request_id] = range(place, place + size)
 
-    def give_back(self, request_id: str) -> None:
+    def release(self, request_id: str) -> None:
         """A request was evicted, finished, aborted or preempted."""
         self.spans.pop(request_id, None)

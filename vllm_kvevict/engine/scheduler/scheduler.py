@@ -39,7 +39,7 @@ MOST_POSTPONED = 8
 
 
 @dataclass
-class Step:
+class StepBudget:
     """The step that is being scheduled, as far as that has come.
 
     Attributes:
@@ -56,7 +56,7 @@ class Step:
     pausing_for: str | None
     queue_waits: bool = False
 
-    def take(self, name: str, tokens: int) -> None:
+    def spend(self, name: str, tokens: int) -> None:
         """It computes so many tokens of a request."""
         self.tokens_left -= tokens - self.taken.get(name, 0)
         self.taken[name] = tokens
@@ -65,7 +65,7 @@ class Step:
         """It computes nothing of a prompt that might have begun."""
         self.queue_waits = True
 
-    def take_for_drafts(self, pages: Sequence[int]) -> bool:
+    def spend_on_drafts(self, pages: Sequence[int]) -> bool:
         """Take pages of each rank for drafts, if there are so many."""
         left = [free - more for free, more in zip(self.room_for_drafts, pages, strict=True)]
         if min(left) < 0:
@@ -83,7 +83,7 @@ class EvictionScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._step = Step({}, 0, [], None)
+        self._step = StepBudget({}, 0, [], None)
         self._postponed: dict[str, int] = {}
         """How often a prompt that no step had room for was put off."""
         self._ended: list[Request] = []
@@ -135,9 +135,9 @@ class EvictionScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         is_paused = self.pause_state == PauseState.PAUSED_ALL
         ledger = self.kv_cache_manager
-        ledger.turn.begin_step(may_repeat=not is_paused)
+        ledger.extra_tokens.begin_step(may_repeat=not is_paused)
         ledger.gate.begin_step()
-        self._step = Step(
+        self._step = StepBudget(
             {request.request_id: 0 for request in self.running},
             self.max_num_scheduled_tokens,
             ledger.books.room_for_drafts(ledger.accounts.values()) if self.num_spec_tokens else [],
@@ -174,7 +174,7 @@ class EvictionScheduler(Scheduler):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Reset the cache; with ``reset_running_requests`` all prompts and answers are read and evicted again."""
         if reset_running_requests:
-            self.kv_cache_manager.forget_kept()
+            self.kv_cache_manager.clear_kept()
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
@@ -207,7 +207,7 @@ class EvictionScheduler(Scheduler):
         ledger = self.kv_cache_manager
         if not ready or not request.skip_reading_prefix_cache or request.num_computed_tokens:
             return ready
-        return ledger.adapters.has_place(request) and not ledger.gate.awaits_place(request)
+        return ledger.adapters.has_slot(request) and not ledger.gate.awaits_slot(request)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -239,7 +239,7 @@ class EvictionScheduler(Scheduler):
             left = self._cut_drafts(request, left)
         if not is_running and num_new_tokens > 0 and left == 0:
             step.put_off()
-        step.take(request.request_id, left)
+        step.spend(request.request_id, left)
         return left
 
     def _cut_drafts(self, request: Request, num_new_tokens: int) -> int:
@@ -254,7 +254,7 @@ class EvictionScheduler(Scheduler):
         ledger = self.kv_cache_manager
         num_new_tokens = min(num_new_tokens, ledger.others.end_of_blocks(request.num_tokens) - computed)
         more = ledger.accounts[request.request_id].growth(request.num_tokens, computed + num_new_tokens)
-        return num_new_tokens if self._step.take_for_drafts(more) else known
+        return num_new_tokens if self._step.spend_on_drafts(more) else known
 
     def _cut_at_eviction(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """How many of the tokens a step may compute; 0 for a prompt that is better read in a later step."""
@@ -270,7 +270,9 @@ class EvictionScheduler(Scheduler):
                 self._postponed[request.request_id] = self._postponed.get(request.request_id, 0) + 1
                 return 0
             return num_new_tokens
-        if phase.extra_tokens(position) and not self.kv_cache_manager.turn.take_for_probe(request.request_id):
+        if phase.extra_tokens(position) and not self.kv_cache_manager.extra_tokens.acquire_for_probe(
+            request.request_id
+        ):
             return left - 1
         # Drafts may be rejected, so the step that evicts computes none.
         return left if left <= max(1, request.num_tokens - num_computed_tokens) else left - 1
@@ -308,7 +310,7 @@ class EvictionScheduler(Scheduler):
         request, ledger = self.waiting.peek_request(), self.kv_cache_manager
         if self._postponed.get(request.request_id, 0) < MOST_POSTPONED or request.num_stale_output_tokens:
             return None
-        if not ledger.adapters.has_place(request) or ledger.shared.is_awaited(request):
+        if not ledger.adapters.has_slot(request) or ledger.shared.is_awaited(request):
             return None
         if ledger.get_computed_blocks(request)[1]:
             return None

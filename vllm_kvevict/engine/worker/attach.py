@@ -28,7 +28,7 @@ from vllm_kvevict.engine.worker.pages import Pages
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.engine.worker.projection import OutputProjections
 from vllm_kvevict.engine.worker.rotary import ModelRotary
-from vllm_kvevict.kernels.decode_attention import Rows
+from vllm_kvevict.kernels.decode_attention import BatchRows
 from vllm_kvevict.kernels.prefill_attention import FEWEST_TOKENS, PrefillAttention
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
@@ -145,10 +145,12 @@ class Rank:
             sinks,
         )
 
-    def _rows(self, layer: int, served: Served, arena: Tensor) -> Rows:
+    def _rows(self, layer: int, served: Served, arena: Tensor) -> BatchRows:
         """The rows of some requests in a layer."""
         tables, first = self.cache.tables, layer * self.cache.num_kv_heads
-        return Rows(arena, tables.row_starts, tables.kv_len, served.request_slots, first, served.new_tokens)
+        return BatchRows(
+            arena, tables.row_starts, tables.kv_len, served.request_slots, first, served.new_tokens
+        )
 
     @property
     def most_new_tokens(self) -> int:

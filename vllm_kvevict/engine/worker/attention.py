@@ -11,7 +11,7 @@ from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError
 from vllm_kvevict.engine.worker.batch import Batch, ByLayer, Sequences, split_by_head
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.engine.worker.step import StepState
-from vllm_kvevict.schedules.inputs import Entries, LayerStep
+from vllm_kvevict.schedules.inputs import FreshEntries, LayerStep
 
 
 def block_sizes() -> list[int | MultipleOf]:
@@ -106,7 +106,7 @@ class RaggedImpl(AttentionImpl):
             runtime.rank.keep_queries(index, query, attn_metadata.ring)
         if attn_metadata.evictions:
             not_stored = {
-                request.request_slot: Entries(index, key[request.rows], value[request.rows])
+                request.request_slot: FreshEntries(index, key[request.rows], value[request.rows])
                 for request in batch.by_layer
                 if request.prefill is not None
             }

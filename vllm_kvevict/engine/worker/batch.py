@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_kvevict.cache import PagedKVCache, Step
+from vllm_kvevict.cache import Extension, PagedKVCache
 from vllm_kvevict.cache.steps import to_device
 
 IntArray = NDArray[np.int64]
@@ -168,7 +168,7 @@ def lay_out_by_layer(
 
 def lay_out(
     cache: PagedKVCache,
-    step: Step,
+    step: Extension,
     most_new_tokens: int,
     num_tokens: int | None = None,
     order: IntArray | None = None,
@@ -201,7 +201,7 @@ def lay_out(
     return Batch(total, _entry_slots(cache, step, total, order), calls, decodes, prefills=prefills)
 
 
-def _served(step: Step, served: NDArray[np.bool_], order: IntArray | None) -> Served:
+def _served(step: Extension, served: NDArray[np.bool_], order: IntArray | None) -> Served:
     """Those of the step's requests that one of our kernels serves."""
     device = step.request_slots.device
     new_tokens = to_device(step.tokens[served].astype(np.int32), device)
@@ -214,7 +214,9 @@ def _served(step: Step, served: NDArray[np.bool_], order: IntArray | None) -> Se
     return Served(request_slots, to_device(tokens, device), new_tokens)
 
 
-def _call(cache: PagedKVCache, step: Step, requests: IntArray, width: int, order: IntArray | None) -> Call:
+def _call(
+    cache: PagedKVCache, step: Extension, requests: IntArray, width: int, order: IntArray | None
+) -> Call:
     """A call of paged attention that serves some of the step's requests, whose widest table has so many pages."""
     tokens, request_slots, heads = step.tokens, step.request_slots, cache.num_kv_heads
     if len(requests) < len(tokens):
@@ -234,7 +236,7 @@ def _call(cache: PagedKVCache, step: Step, requests: IntArray, width: int, order
     )
 
 
-def _entry_slots(cache: PagedKVCache, step: Step, num_tokens: int, order: IntArray | None) -> Tensor:
+def _entry_slots(cache: PagedKVCache, step: Extension, num_tokens: int, order: IntArray | None) -> Tensor:
     """Where the batch's new entries go, as of :attr:`Batch.entry_slots`."""
     placed = cache.entry_slots(step)
     if order is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_kvevict.cache.format import page_elements
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.engine.worker.timings import Times
-from vllm_kvevict.kernels.decode_attention import DecodeAttention, Rows
+from vllm_kvevict.kernels.decode_attention import BatchRows, DecodeAttention
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 
 STEP_BYTES = 8 << 20
@@ -53,12 +53,12 @@ class Shape:
         query = torch.full((tokens, self.heads * self.group, self.head_dim), 0.5, dtype=self.dtype)
         return query, query[:, : self.heads].contiguous()
 
-    def rows(self, table: Tensor, new_tokens: Tensor | None = None) -> Rows:
+    def rows(self, table: Tensor, new_tokens: Tensor | None = None) -> BatchRows:
         """The rows of requests whose pages, int32 [requests, heads, pages], are full."""
         requests, heads, width = table.shape
         starts = torch.arange(0, table.numel(), width, dtype=torch.int32).view(requests, heads)
         lengths = torch.full_like(starts, width * self.page_size)
-        return Rows(table.flatten(), starts, lengths, torch.arange(requests), 0, new_tokens)
+        return BatchRows(table.flatten(), starts, lengths, torch.arange(requests), 0, new_tokens)
 
     def new_entry_slots(self, table: Tensor) -> Tensor:
         """Where the new entries of such requests go, int64, in the order (token, head)."""

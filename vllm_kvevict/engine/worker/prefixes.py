@@ -7,7 +7,7 @@ from the step that makes it until it is dropped. That pages and request slots su
 from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.messages import Store
+from vllm_kvevict.engine.messages import StorePrefix
 from vllm_kvevict.schedules.plan import Admission
 
 STEPS_OF_A_ROUND, FEW_PAGES = 100, 256
@@ -27,13 +27,13 @@ class CachedPrefixes:
         self._check = check
         self._checksums: dict[int, int] = {}
         self._steps = 0
-        self._expected: dict[str, Store] = {}
+        self._expected: dict[str, StorePrefix] = {}
 
-    def expect(self, stores: Mapping[str, Store]) -> None:
+    def expect(self, stores: Mapping[str, StorePrefix]) -> None:
         """Requests whose prefix is to be cached once it is evicted."""
         self._expected.update(stores)
 
-    def forget(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         """A request has ended."""
         self._expected.pop(request_id, None)
 
@@ -46,23 +46,23 @@ class CachedPrefixes:
         """A request was evicted and holds nothing but its prefix: keep what is new of that, if it is to be cached.
 
         Returns:
-            Pages of the prefix before it that it completes.
+            Pages of the prefix before it that it fills.
         """
         store = self._expected.pop(request_id, None)
         if store is None:
             return 0
-        if store.completes is not None:
-            self._verify(store.completes)
-            self._checksums.pop(store.completes, None)
-        completed = self.loans.freeze(store.number, request_slot, completes=store.completes)
+        if store.fills is not None:
+            self._verify(store.fills)
+            self._checksums.pop(store.fills, None)
+        filled = self.loans.freeze(store.number, request_slot, fills=store.fills)
         self._verify(store.number)
-        return completed
+        return filled
 
-    def leave(self, request_slot: int, number: int, dropped: int) -> None:
+    def publish_tail(self, request_slot: int, number: int, dropped: int) -> None:
         """Keep what an ended request holds behind what it borrows, without its newest tokens, as a tail."""
         if dropped:
             self.cache.truncate([request_slot], [dropped])
-        self.loans.leave(number, request_slot)
+        self.loans.freeze_tail(number, request_slot)
 
     def cut(self, tails: Mapping[int, int]) -> None:
         """Drop the newest tokens of tails: how many, by number."""

@@ -19,7 +19,7 @@ from vllm_kvevict.engine.worker.attach import Rank, attach
 from vllm_kvevict.engine.worker.batch import Batch, Served
 from vllm_kvevict.engine.worker.model_runners import BatchOrder
 from vllm_kvevict.engine.worker.reserve import allocate, allocate_ring
-from vllm_kvevict.engine.worker.step import Step, StepState, replayable
+from vllm_kvevict.engine.worker.step import StepState, WorkerStep, replayable
 from vllm_kvevict.schedules.eviction import ResidentRequest
 from vllm_kvevict.schedules.inputs import LayerStep
 from vllm_kvevict.schedules.ring import QueryRing
@@ -44,7 +44,7 @@ class Runtime:
         self.kv_cache_config: Any = None
         """vLLM's layout of the KV memory, known before :meth:`attach`."""
         self._rank: Rank | None = None
-        self._step: Step | None = None
+        self._step: WorkerStep | None = None
         self._serves = False
         """Whether what vLLM runs now is that step."""
         device = this_device()
@@ -99,7 +99,7 @@ class Runtime:
         self._serves = message is not None
         message = StepMessage() if message is None else message
         assert isinstance(message, StepMessage)
-        self._step = Step(self.rank, self.residents, message, scheduler_output.num_scheduled_tokens)
+        self._step = WorkerStep(self.rank, self.residents, message, scheduler_output.num_scheduled_tokens)
         self._step.begin(scheduler_output)
 
     def reads_prompts(self) -> bool:

@@ -41,7 +41,7 @@ class StepState:
     ring: RingStep | None = None
 
 
-class Step:
+class WorkerStep:
     """One that a scheduler made.
 
     Args:
@@ -115,7 +115,7 @@ class Step:
         closed = [self.residents.pop(name) for name in names]
         for resident in closed:
             resident.end_eviction()
-            self.rank.prefixes.forget(resident.admission.request_id)
+            self.rank.prefixes.remove(resident.admission.request_id)
         if closed:
             self.rank.cache.close([resident.request_slot for resident in closed])
 
@@ -132,15 +132,15 @@ class Step:
         """Keep what the scheduler asks for of requests that have ended."""
         for name, (number, tokens) in self.message.leaves.items():
             resident = self.residents[name]
-            self.rank.prefixes.leave(resident.request_slot, number, resident.tokens - tokens)
+            self.rank.prefixes.publish_tail(resident.request_slot, number, resident.tokens - tokens)
 
     def _store_prefixes(self) -> None:
         """Cache those prefixes that were evicted since the last message to the scheduler."""
         for name, reports in self.rank.evictor.reports.items():
             if reports[-1].part is not None and name in self.residents:
-                completed = self.rank.prefixes.store(name, self.residents[name].request_slot)
-                if completed:
-                    reports[-1] = replace(reports[-1], completed=completed)
+                filled = self.rank.prefixes.store(name, self.residents[name].request_slot)
+                if filled:
+                    reports[-1] = replace(reports[-1], filled=filled)
 
     def reads_prompts(self) -> bool:
         """Whether the running step has tokens of a prompt that is to be evicted, repeats one, or evicts an answer."""

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine.messages import Store
+from vllm_kvevict.engine.messages import StorePrefix
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
@@ -53,7 +53,7 @@ class CompressedPrefixes(Entries[Prefix]):
         """Those that are being read or stored, by their tokens."""
         self._storing = 0
         self._totals = Totals(len(books.ranks))
-        self._forgotten: dict[int, Prefix] = {}
+        self._invalid: dict[int, Prefix] = {}
 
     @property
     def num_ready(self) -> int:
@@ -116,7 +116,7 @@ class CompressedPrefixes(Entries[Prefix]):
     def begin(self, request: Request, account: Account) -> None:
         """A request was admitted: it borrows a prefix, and others may wait for those that it reads."""
         if account.prefix is not None:
-            self.borrow(account.prefix, request.request_id)
+            self.retain(account.prefix, request.request_id)
         begins = 0 if account.prefix is None else account.prefix.tokens
         producer = request.request_id, account.epoch
         for tokens, key in self._requests.keys(request).items():
@@ -134,7 +134,7 @@ class CompressedPrefixes(Entries[Prefix]):
                 producer,
                 account.plan.in_turns,
                 [0] * len(self.held),
-                goes_first=self._requests.changes_later(request, tokens),
+                evict_first=self._requests.changes_later(request, tokens),
             )
             self._by_key[key] = self._by_producer.setdefault(producer, {})[tokens] = prefix
 
@@ -160,10 +160,10 @@ class CompressedPrefixes(Entries[Prefix]):
             )
             self._cancel(prefix)
             return
-        completes = prefix.follow(account.prefix, name)
+        fills = prefix.follow(account.prefix, name)
         self._count_conversation(prefix, 1)
         self._keep(prefix)
-        self.outbox.store(name, Store(prefix.number, None if completes is None else completes.number))
+        self.outbox.store(name, StorePrefix(prefix.number, None if fills is None else fills.number))
         self._count_storing(prefix, 1)
         self._count(prefix, copies)
 
@@ -191,14 +191,14 @@ class CompressedPrefixes(Entries[Prefix]):
             self.drop(unused)
         return True
 
-    def on_report(self, prefix: Prefix, rank: int, count: PageCount, completed: int) -> None:
+    def on_report(self, prefix: Prefix, rank: int, count: PageCount, filled: int) -> None:
         """A rank has stored a prefix.
 
         Args:
             count: of what it keeps.
-            completed: pages of the prefix before it that it has completed.
+            filled: pages of the prefix before it that it has filled.
         """
-        prefix.keep(rank, count, completed)
+        prefix.keep(rank, count, filled)
         held = list(prefix.held)
         held[rank] = prefix.pages_of(rank, count)
         self._count(prefix, held)
@@ -230,7 +230,7 @@ class CompressedPrefixes(Entries[Prefix]):
 
     # From ready to dropped.
 
-    def borrow(self, prefix: Prefix, name: str, before: Prefix | None = None) -> None:
+    def retain(self, prefix: Prefix, name: str, before: Prefix | None = None) -> None:
         """A request uses pages of a prefix.
 
         Args:
@@ -239,9 +239,9 @@ class CompressedPrefixes(Entries[Prefix]):
         if before is not None:
             before.lose(name)
         prefix.borrowers.add(name)
-        self._count_users(prefix, 1, before)
+        self._count_refs(prefix, 1, before)
 
-    def _count_users(self, prefix: Prefix, more: int, before: Prefix | None = None) -> None:
+    def _count_refs(self, prefix: Prefix, more: int, before: Prefix | None = None) -> None:
         """A prefix and its parents, up to one that is used already, have a user more (1) or less (-1)."""
         for entry in prefix.chain(before):
             entry.count(users=more)
@@ -255,19 +255,19 @@ class CompressedPrefixes(Entries[Prefix]):
             if not is_behind and not shared:
                 return
 
-    def _give_back(self, prefix: Prefix, name: str) -> None:
+    def _release(self, prefix: Prefix, name: str) -> None:
         """A request does not use pages of a prefix any more."""
         prefix.lose(name)
-        self._count_users(prefix, -1)
+        self._count_refs(prefix, -1)
 
-    def part_from(self, name: str, account: Account, untold: TakenBack) -> None:
+    def detach(self, name: str, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from the prefix that it borrows, or reads for others.
 
         Args:
             untold: what the workers were not told of it.
         """
         if account.prefix is not None:
-            self._give_back(account.prefix, name)
+            self._release(account.prefix, name)
         for prefix in list(self._by_producer.get((name, account.epoch), {}).values()):
             is_dispatched = prefix.is_storing and not untold.is_store
             if not is_dispatched or account.is_undecided or untold.is_answer:
@@ -276,33 +276,33 @@ class CompressedPrefixes(Entries[Prefix]):
             # Until its step is done the request has the pages; then the prefix does.
             unreported = [0 if rank in prefix.kept else held for rank, held in enumerate(account.held)]
             self._count(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
-        self.drop_forgotten()
+        self.drop_invalid()
 
-    def droppable(self, forgotten: bool = False) -> Iterator[Prefix]:
+    def droppable(self, invalid: bool = False) -> Iterator[Prefix]:
         """Prefixes that may be dropped now: at first those that nobody borrows, then those that one request does.
 
         The least recently used come first. Changes nothing.
 
         Args:
-            forgotten: only those that no further request may begin with.
+            invalid: only those that no further request may begin with.
         """
-        prefixes = self._forgotten if forgotten else self._stored
+        prefixes = self._invalid if invalid else self._stored
         for borrowers in (0, 1):
             for prefix in prefixes.values():
-                if prefix.num_users == borrowers and self._may_drop(prefix):
+                if prefix.page_refs == borrowers and self._may_drop(prefix):
                     yield prefix
 
     def _may_drop(self, prefix: Prefix) -> bool:
         """Not with two users, nor before one that follows it, nor if a request begins with it that was admitted just
         now."""
         is_new = not prefix.borrowers.isdisjoint(self.outbox.admitted)
-        return prefix.is_ready and prefix.num_users <= 1 and not prefix.children and not is_new
+        return prefix.is_ready and prefix.page_refs <= 1 and not prefix.children and not is_new
 
     def next_to_drop(self, untouchable: Prefix | None, even_borrowed: bool) -> Prefix | None:
         """The prefix that goes next to make room, but for one; it frees something, or one does that goes after it.
         Changes nothing."""
         for prefix in self.droppable():
-            if prefix.num_users and not even_borrowed:
+            if prefix.page_refs and not even_borrowed:
                 return None  # those that nobody borrows came before
             if prefix is not untouchable and any(any(entry.counted.freed) for entry in prefix.chain()):
                 return prefix
@@ -320,14 +320,14 @@ class CompressedPrefixes(Entries[Prefix]):
 
     def drop(self, prefix: Prefix) -> None:
         """Drop a prefix, the last of a chain; what one request borrows of it becomes that request's own."""
-        self._dropped += not prefix.is_forgotten
+        self._dropped += not prefix.is_invalid
         self._tails.drop_behind(prefix)
         self._drop(prefix)
         for name in prefix.borrowers:
             account = self._requests.accounts[name]
             self._books.hold(account, account.own_prefix())
         if prefix.parent is not None:
-            prefix.parent.take_over(prefix)
+            prefix.parent.adopt(prefix)
 
     def take_dropped(self) -> int:
         """How many were dropped to make room since the last call; those of a reset do not count. Counts anew."""
@@ -337,15 +337,15 @@ class CompressedPrefixes(Entries[Prefix]):
     def _remove(self, prefix: Prefix) -> None:
         super()._remove(prefix)
         self._count(prefix, [0] * len(self.held))
-        self._totals.forget(prefix)
+        self._totals.remove(prefix)
         prefix.leave_parent()
         if prefix.is_storing:
             self._count_conversation(prefix, -1)
-        self._forgotten.pop(prefix.number, None)
-        if not prefix.is_forgotten:
+        self._invalid.pop(prefix.number, None)
+        if not prefix.is_invalid:
             del self._by_key[prefix.key]
 
-    def forget(self) -> bool:
+    def invalidate(self) -> bool:
         """No further request begins with what is cached, or waits for what is being read or stored.
 
         Returns:
@@ -355,20 +355,20 @@ class CompressedPrefixes(Entries[Prefix]):
             if not prefix.is_storing:
                 self._cancel(prefix)
                 continue
-            prefix.is_forgotten = True
-            self._forgotten[prefix.number] = prefix
+            prefix.is_invalid = True
+            self._invalid[prefix.number] = prefix
         self._by_key.clear()
-        self.drop_forgotten()
-        return not any(prefix.users or self._producer_goes_on(prefix) for prefix in self)
+        self.drop_invalid()
+        return not any(prefix.refs or self._producer_goes_on(prefix) for prefix in self)
 
     def _producer_goes_on(self, prefix: Prefix) -> bool:
         name, epoch = prefix.producer
         account = None if prefix.is_ready else self._requests.accounts.get(name)
         return account is not None and account.epoch == epoch
 
-    def drop_forgotten(self) -> None:
+    def drop_invalid(self) -> None:
         """Drop prefixes that no further request may begin with, as soon as they can be."""
-        while prefixes := list(self.droppable(forgotten=True)):
+        while prefixes := list(self.droppable(invalid=True)):
             for prefix in prefixes:
                 self.drop(prefix)
 
@@ -381,11 +381,11 @@ class CompressedPrefixes(Entries[Prefix]):
             more: one that a further request would borrow.
         """
         pages = list(self._totals.pinned)
-        is_shared = is_completed = False
+        is_shared = is_filled = False
         for entry in more.chain() if more is not None else ():
-            is_shared |= entry.shared > 0 or (entry.users > 0 and any(entry.lends(is_completed)))
-            then, now = pages_pinned(entry, is_shared, is_completed), entry.counted.pinned
-            is_completed = any(entry.completes)
+            is_shared |= entry.shared > 0 or (entry.refs > 0 and any(entry.lends(is_filled)))
+            then, now = pages_pinned(entry, is_shared, is_filled), entry.counted.pinned
+            is_filled = any(entry.fills)
             for rank, page_count in enumerate(then):
                 pages[rank] += page_count - now[rank]
         return pages

@@ -19,13 +19,13 @@ class Entry:
     Attributes:
         number: what scheduler and workers call it.
         is_forgotten: whether no further request may begin with it.
-        goes_first: whether it is of use for a while only, so that it goes before others, however recently it was used.
+        evict_first: whether it is of use for a while only, so that it goes before others, however recently it was used.
         seen_on: ranks that were found to hold it, which is looked at in check mode only.
     """
 
     number: int
-    is_forgotten: bool = field(default=False, kw_only=True)
-    goes_first: bool = field(default=False, kw_only=True)
+    is_invalid: bool = field(default=False, kw_only=True)
+    evict_first: bool = field(default=False, kw_only=True)
     seen_on: set[int] = field(default_factory=set, kw_only=True)
 
 
@@ -58,7 +58,7 @@ class Entries(Generic[E]):
 
     def touch(self, entry: E) -> None:
         """An entry counts as used now. Modifies the order alone."""
-        self._stored.move_to_end(entry.number, last=not entry.goes_first)
+        self._stored.move_to_end(entry.number, last=not entry.evict_first)
 
     def _keep(self, entry: E) -> None:
         """An entry is there from now on, and used."""

@@ -103,10 +103,10 @@ class Prefix(Entry):
         held: pages of each rank that it holds.
         parent: the prefix that this one follows, known when it is stored; None where it begins the prompt.
         children: how many follow it.
-        completes: partial pages of its parent, of each rank, that are full with the beginning of this one.
-        completed: its own partial pages of each rank that are full with what follows it.
-        completed_by: those of its children that begin in these pages.
-        completed_for: ids of requests that do, since the child is dropped with which they began; all are borrowers.
+        fills: partial pages of its parent, of each rank, that are full with the beginning of this one.
+        filled: its own partial pages of each rank that are full with what follows it.
+        filled_by: those of its children that begin in these pages.
+        filled_for: ids of requests that do, since the child is dropped with which they began; all are borrowers.
         kept: for each rank that has reported, the page count of a request that holds this prefix, as if it borrowed
             nothing.
         full_pages: its own of each rank that it fills itself, which all of its borrowers use.
@@ -126,14 +126,14 @@ class Prefix(Entry):
     held: list[int]
     parent: "Prefix | None" = None
     children: int = 0
-    completes: list[int] = field(init=False)
-    completed: list[int] = field(init=False)
-    completed_by: set["Prefix"] = field(default_factory=set)
-    completed_for: set[str] = field(default_factory=set)
+    fills: list[int] = field(init=False)
+    filled: list[int] = field(init=False)
+    filled_by: set["Prefix"] = field(default_factory=set)
+    filled_for: set[str] = field(default_factory=set)
     kept: dict[int, PageCount] = field(default_factory=dict)
     full_pages: list[int] = field(default_factory=list)
     borrowers: set[str] = field(default_factory=set)
-    users: int = 0
+    refs: int = 0
     storing: int = 0
     is_shared: bool = False
     shared: int = 0
@@ -142,7 +142,7 @@ class Prefix(Entry):
 
     def __post_init__(self) -> None:
         self.counted = Counted(*([0] * len(self.held) for _ in range(3)))
-        self.completes, self.completed = [0] * len(self.held), [0] * len(self.held)
+        self.fills, self.filled = [0] * len(self.held), [0] * len(self.held)
 
     def chain(self, until: "Prefix | None" = None) -> Iterator["Prefix"]:
         """This one, its parent and so on, up to the one before ``until``."""
@@ -161,33 +161,33 @@ class Prefix(Entry):
         if parent is None:
             return None
         parent.count(children=1)
-        may_complete = not parent.completed_by and not parent.completed_for
+        may_complete = not parent.filled_by and not parent.filled_for
         if may_complete:
-            parent.be_completed([0] * len(self.held))
-        elif name in parent.completed_for:
-            self.completes = list(parent.completed)
+            parent.be_filled([0] * len(self.held))
+        elif name in parent.filled_for:
+            self.fills = list(parent.filled)
         else:
             return None
-        parent.completed_by.add(self)
+        parent.filled_by.add(self)
         return parent if may_complete else None
 
     def leave_parent(self) -> None:
         """It is gone."""
         if self.parent is not None:
             self.parent.count(children=-1)
-            self.parent.completed_by.discard(self)
+            self.parent.filled_by.discard(self)
 
     def count(self, users: int = 0, storing: int = 0, shared: int = 0, children: int = 0) -> None:
         """So many more, or fewer, requests use it, of it and those that follow are being stored and are shared, and
         follow it."""
-        self.users += users
+        self.refs += users
         self.children += children
         self.storing += storing
         self.shared += shared
 
     def note_sharing(self) -> int:
         """Look whether several requests use pages of it; 1 if that is so now, -1 if it is not any more, 0 as before."""
-        before, self.is_shared = self.is_shared, self.num_users > 1
+        before, self.is_shared = self.is_shared, self.page_refs > 1
         return self.is_shared - before
 
     def note(self, counted: "Counted") -> "Counted":
@@ -208,11 +208,11 @@ class Prefix(Entry):
     @property
     def borrowed_before(self) -> list[int]:
         """Those of them that are its parents'."""
-        pages = list(self.completes)
+        pages = list(self.fills)
         for prefix in self.chain():
             if prefix is not self:
                 for rank, own in enumerate(prefix.full_pages):
-                    pages[rank] += own + prefix.completes[rank]
+                    pages[rank] += own + prefix.fills[rank]
         return pages
 
     @property
@@ -221,49 +221,49 @@ class Prefix(Entry):
         return len(self.kept) == len(self.held)
 
     @property
-    def num_users(self) -> int:
+    def page_refs(self) -> int:
         """How many requests use pages of it: none if they have copied all of them, since none is full."""
-        return self.users if any(self.lends()) else 0
+        return self.refs if any(self.lends()) else 0
 
-    def lends(self, is_completed: bool = False) -> list[int]:
+    def lends(self, is_filled: bool = False) -> list[int]:
         """Pages of each rank that are its own and that its users use.
 
         Args:
-            is_completed: whether a further one uses what is behind it in its last pages.
+            is_filled: whether a further one uses what is behind it in its last pages.
         """
-        is_completed |= bool(self.completed_for) or any(prefix.users for prefix in self.completed_by)
-        if not is_completed:
+        is_filled |= bool(self.filled_for) or any(prefix.refs for prefix in self.filled_by)
+        if not is_filled:
             return list(self.full_pages)
-        return [sum(pages) for pages in zip(self.full_pages, self.completed, strict=True)]
+        return [sum(pages) for pages in zip(self.full_pages, self.filled, strict=True)]
 
     def pages_of(self, rank: int, count: PageCount) -> int:
         """Pages of a rank that are its own, of a request that holds it."""
         return count.pages - self.borrowed_before[rank]
 
-    def keep(self, rank: int, count: PageCount, completed: int) -> None:
-        """A rank has stored it, and completed so many pages of its parent with that; see the attributes."""
+    def keep(self, rank: int, count: PageCount, filled: int) -> None:
+        """A rank has stored it, and filled so many pages of its parent with that; see the attributes."""
         self.kept[rank] = count
-        if completed:
+        if filled:
             assert self.parent is not None
-            self.completes[rank] = completed
-            self.parent.be_completed(self.completes)
+            self.fills[rank] = filled
+            self.parent.be_filled(self.fills)
         self.full_pages = self.full_pages or [0] * len(self.held)
         self.full_pages[rank] = self.pages_of(rank, count) - count.partial
 
-    def be_completed(self, pages: Sequence[int]) -> None:
+    def be_filled(self, pages: Sequence[int]) -> None:
         """So many of its own pages of each rank are full with what follows it."""
-        self.completed = list(pages)
+        self.filled = list(pages)
 
     def lose(self, name: str) -> None:
         """A request does not go on right behind it any more."""
         self.borrowers.discard(name)
-        self.completed_for.discard(name)
+        self.filled_for.discard(name)
 
-    def take_over(self, child: "Prefix") -> None:
+    def adopt(self, child: "Prefix") -> None:
         """What used a prefix behind it, which is gone, goes on behind this one."""
         self.borrowers |= child.borrowers
-        if any(child.completes):
-            self.completed_for |= child.borrowers
+        if any(child.fills):
+            self.filled_for |= child.borrowers
 
 
 @dataclass(eq=False)

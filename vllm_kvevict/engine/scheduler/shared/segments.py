@@ -35,8 +35,8 @@ class Segment(Entry):
     start: int
     stop: int
     keys: list[Hashable]
-    users: int = 0
-    lasting: int = 0
+    refs: int = 0
+    lasting_refs: int = 0
     children: int = 0
 
     @property
@@ -151,7 +151,7 @@ class SegmentCache(Entries[Segment]):
         Returns:
             The last of them, which nobody uses yet; the parent if there is no room for any.
         """
-        if parent is not None and parent.is_forgotten:
+        if parent is not None and parent.is_invalid:
             return parent
         while start < stop and (not self.is_full or self.drop_columns(1, parent)):
             end = min(stop, start - start % self.longest + self.longest)
@@ -179,44 +179,44 @@ class SegmentCache(Entries[Segment]):
             self._remove(segment)
         return made[0].parent
 
-    def borrow(self, segment: Segment, lasting: bool) -> None:
+    def retain(self, segment: Segment, lasting: bool) -> None:
         """A request uses a segment and those before it, to its end or until it is evicted."""
         for used in segment.chain():
             self._use(used, 1, lasting)
 
-    def give_back(self, segment: Segment, lasting: bool) -> None:
-        """A request does not use them any more. Drops those that were forgotten, once nobody does."""
+    def release(self, segment: Segment, lasting: bool) -> None:
+        """A request does not use them any more. Drops those that are invalid, once nobody does."""
         for used in reversed(segment.chain()):
             self._use(used, -1, lasting)
-            if used.is_forgotten and not used.users and not used.children:
+            if used.is_invalid and not used.refs and not used.children:
                 self._drop(used)
 
     def _use(self, segment: Segment, more: int, lasting: bool) -> None:
         self._count(segment, -1)
-        segment.users += more
-        segment.lasting += more * lasting
+        segment.refs += more
+        segment.lasting_refs += more * lasting
         self._count(segment, 1)
 
     def _count(self, segment: Segment, times: int) -> None:
         """Count a segment by who uses it, or count it no more."""
         columns = times * segment.columns
         self.columns += columns
-        self.pinned += columns if segment.users else 0
-        self.lasting += columns if segment.lasting else 0
+        self.pinned += columns if segment.refs else 0
+        self.lasting += columns if segment.lasting_refs else 0
 
     def droppable(self, keep: Segment | None = None) -> int:
         """Columns of all segments that nobody uses, without those that a further request would begin with."""
-        return self.columns - self.with_user(keep)
+        return self.columns - self.columns_if_retained(keep)
 
-    def with_user(self, segment: Segment | None) -> int:
+    def columns_if_retained(self, segment: Segment | None) -> int:
         """Columns of all segments that requests use, if one more begins with ``segment``."""
         more = segment.chain() if segment else []
-        return self.pinned + sum(part.columns for part in more if not part.users)
+        return self.pinned + sum(part.columns for part in more if not part.refs)
 
-    def with_lasting(self, segment: Segment | None) -> int:
+    def lasting_if_retained(self, segment: Segment | None) -> int:
         """Columns of all segments that requests use to their end, if one more begins with ``segment`` and does."""
         more = segment.chain() if segment else []
-        return self.lasting + sum(part.columns for part in more if not part.lasting)
+        return self.lasting + sum(part.columns for part in more if not part.lasting_refs)
 
     def drop_columns(self, columns: int, keep: Segment | None = None) -> bool:
         """Drop segments that nobody uses until so many columns are free, or none is left but those of ``keep``; whether
@@ -236,17 +236,17 @@ class SegmentCache(Entries[Segment]):
             passed.add(segment)
             last: Segment | None = segment
             # What one followed may go now; if it was used later, its turn comes later.
-            while last in passed and not last.users and not last.children and last not in kept:
+            while last in passed and not last.refs and not last.children and last not in kept:
                 parent = last.parent
                 yield last
                 last = parent
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """No further request begins with what is there or is being read; what nobody uses is dropped."""
         for name in list(self._read_by):
             self.end(name)
         for segment in self:
-            segment.is_forgotten = True
+            segment.is_invalid = True
         self._by_key.clear()
         self.drop_columns(self.columns)
 
@@ -256,7 +256,7 @@ class SegmentCache(Entries[Segment]):
             segment.parent.children -= 1
         self._count(segment, -1)
         self._tell(-segment.columns)
-        for key in () if segment.is_forgotten else segment.keys:
+        for key in () if segment.is_invalid else segment.keys:
             found = self._by_key[key]
             found.remove(segment)
             if not found:

@@ -73,7 +73,7 @@ class SharedStore:
 
     def begin(self, request: Request, account: Account) -> None:
         """A request was admitted: it uses what it begins with, and others may wait for what it reads."""
-        self.tails.take(account)
+        self.tails.adopt(account)
         self.compressed.begin(request, account)
         self.uncompressed.begin(request, account)
         if not account.preemptions:
@@ -100,7 +100,7 @@ class SharedStore:
 
     def tokens_of(self, account: Account) -> int:
         """Tokens that another request with the same prefix need not compute."""
-        if account.is_stale:
+        if account.is_invalid:
             return 0
         if account.prefix is not None:
             return account.prefix.tokens
@@ -181,33 +181,33 @@ class SharedStore:
         """Pages of each rank that are nobody's own and cannot be dropped if one more request begins: while it is read,
         and until answers end."""
         pages = self.compressed.pinned(new.prefix)
-        used = self._segments.with_user(new.segment)
-        lasting = self._segments.with_lasting(new.segment if new.is_lasting else None)
+        used = self._segments.columns_if_retained(new.segment)
+        lasting = self._segments.lasting_if_retained(new.segment if new.is_lasting else None)
         return self._books.with_columns(pages, used), self._books.with_columns(pages, lasting)
 
     def in_use(self) -> list[int]:
         """Pages of each rank that requests use, or that are being stored."""
         return self._books.with_columns(self.compressed.in_use(), self._segments.pinned)
 
-    def part_from(self, request: Request, account: Account, untold: TakenBack) -> None:
+    def detach(self, request: Request, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from all that it borrows, or reads for others."""
-        self.tails.part_from(request, account, untold)
-        self.compressed.part_from(request.request_id, account, untold)
-        self.uncompressed.part_from(request, account, untold)
+        self.tails.detach(request, account, untold)
+        self.compressed.detach(request.request_id, account, untold)
+        self.uncompressed.detach(request, account, untold)
 
-    def forget(self) -> bool:
+    def invalidate(self) -> bool:
         """Let no further request begin with what is cached, or with what a request reads or writes that is admitted.
 
         Returns:
             Whether no request uses what was cached; else the pages of such go when those requests end.
         """
         for account in self._requests.accounts.values():
-            account.become_stale()
-        self.tails.forget()
-        is_unused = self.compressed.forget()
-        self._segments.forget()
+            account.invalidate()
+        self.tails.invalidate()
+        is_unused = self.compressed.invalidate()
+        self._segments.invalidate()
         return is_unused and not self._segments.pinned
 
-    def forget_waiting(self, name: str) -> None:
+    def remove_waiting(self, name: str) -> None:
         """A request is finished."""
         self._awaited_by.pop(name, None)

@@ -60,7 +60,7 @@ class Tails(Entries[Tail]):
         units = last_that(lambda count: keys[count - 1] in self._by_key, 0, most_units)
         return (self._by_key[keys[units - 1]][0], units * self._unit) if units else None
 
-    def take(self, account: Account) -> None:
+    def adopt(self, account: Account) -> None:
         """A request was admitted: the beginning of its tail is its own from now on."""
         if account.tail is not None:
             self._cut(account.tail, account.tokens)
@@ -72,13 +72,13 @@ class Tails(Entries[Tail]):
         if tokens < tail.end:
             self.outbox.cut(tail.number, tail.end - tokens)
             units = (tokens - tail.parent.tokens) // self._unit
-            self._forget_keys(tail, units)
+            self._remove_keys(tail, units)
             tail.cut(tokens, units)
             self._count(tail, tail.pages_until(tokens))
 
     # Who leaves one.
 
-    def part_from(self, request: Request, account: Account, untold: TakenBack) -> None:
+    def detach(self, request: Request, account: Account, untold: TakenBack) -> None:
         """Keep what an account that ends holds behind its compressed prefix, if its request has ended.
 
         Args:
@@ -92,21 +92,21 @@ class Tails(Entries[Tail]):
             and account.prefix is not None
             and _holds_all_behind(account, account.prefix)
         ):
-            self._leave(request, account, account.prefix)
+            self._publish(request, account, account.prefix)
 
-    def _leave(self, request: Request, account: Account, prefix: Prefix) -> None:
+    def _publish(self, request: Request, account: Account, prefix: Prefix) -> None:
         """Keep what a request holds behind a compressed prefix, if there is room for that."""
         # The last token of an answer is not stored, and steps in flight may have gone on beyond it.
         stored = min(account.tokens, request.num_tokens - 1)
         keys = self._requests.keys_behind(request, prefix)[: (stored - prefix.tokens) // self._unit]
-        if prefix.is_forgotten or not keys or keys[-1] in self._by_key:
+        if prefix.is_invalid or not keys or keys[-1] in self._by_key:
             return
         end, nothing = prefix.tokens + len(keys) * self._unit, [0] * len(self.held)
         tail = Tail(self.outbox.new_number(), prefix, keys, end, nothing)
         pages = tail.pages_until(tail.end)
         if self._has_room_for(account, pages):
             self._store(tail, pages)
-            self.outbox.leave(request.request_id, tail.number, tail.end)
+            self.outbox.publish_tail(request.request_id, tail.number, tail.end)
 
     def _has_room_for(self, account: Account, pages: Sequence[int]) -> bool:
         """Whether nobody was promised so many pages of each rank, once an account has ended."""
@@ -154,7 +154,7 @@ class Tails(Entries[Tail]):
         for tail in list(self._behind.get(prefix.number, ())):
             self._drop(tail)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """No further request begins with what is there."""
         for tail in list(self):
             self._drop(tail)
@@ -162,13 +162,13 @@ class Tails(Entries[Tail]):
     def _remove(self, tail: Tail) -> None:
         super()._remove(tail)
         self._count(tail, [0] * len(self.held))
-        self._forget_keys(tail, 0)
+        self._remove_keys(tail, 0)
         behind = self._behind[tail.parent.number]
         behind.remove(tail)
         if not behind:
             del self._behind[tail.parent.number]
 
-    def _forget_keys(self, tail: Tail, first: int) -> None:
+    def _remove_keys(self, tail: Tail, first: int) -> None:
         """A tail is not found any more by its units from one on."""
         for key in tail.keys[first:]:
             found = self._by_key[key]

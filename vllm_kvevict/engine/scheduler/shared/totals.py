@@ -6,28 +6,28 @@ Owns the sums, and what of each prefix is in them. Chains may be long and many: 
 from vllm_kvevict.engine.scheduler.shared.prefixes import Counted, Prefix
 
 
-def pages_pinned(prefix: Prefix, is_shared: bool, is_completed: bool = False) -> list[int]:
+def pages_pinned(prefix: Prefix, is_shared: bool, is_filled: bool = False) -> list[int]:
     """Pages of each rank that are not counted as any borrower's and that no drop would free, of a prefix in use.
 
     Args:
         is_shared: whether several requests use pages of it, or of one that follows it.
-        is_completed: as of :meth:`Prefix.lends`.
+        is_filled: as of :meth:`Prefix.lends`.
     """
     # What a single one uses becomes its own.
-    return list(prefix.held) if is_shared else prefix.lends(is_completed)
+    return list(prefix.held) if is_shared else prefix.lends(is_filled)
 
 
 def _pages_pinned(prefix: Prefix) -> list[int]:
-    return pages_pinned(prefix, prefix.shared > 0) if prefix.users else [0] * len(prefix.held)
+    return pages_pinned(prefix, prefix.shared > 0) if prefix.refs else [0] * len(prefix.held)
 
 
 def _pages_used(prefix: Prefix) -> list[int]:
-    return list(prefix.held if prefix.users or prefix.storing else [0] * len(prefix.held))
+    return list(prefix.held if prefix.refs or prefix.storing else [0] * len(prefix.held))
 
 
 def freed(prefix: Prefix) -> list[int]:
     """Pages of each rank that are free once it is dropped; what a single borrower uses becomes that one's own."""
-    if not prefix.users:
+    if not prefix.refs:
         return list(prefix.held)
     return [held - used for held, used in zip(prefix.held, prefix.lends(), strict=True)]
 
@@ -52,7 +52,7 @@ class Totals:
         """What a prefix holds, or who uses it, has changed."""
         self._replace(prefix, Counted(_pages_pinned(prefix), _pages_used(prefix), _pages_freed(prefix)))
 
-    def forget(self, prefix: Prefix) -> None:
+    def remove(self, prefix: Prefix) -> None:
         """A prefix is gone."""
         nothing = [0] * len(prefix.held)
         self._replace(prefix, Counted(nothing, nothing, nothing))

@@ -190,7 +190,7 @@ class UncompressedPrefixes:
         if account.prefix is not None:
             return
         if account.segment is not None:
-            self.segments.borrow(account.segment, account.is_lasting)
+            self.segments.retain(account.segment, account.is_lasting)
         units = self._units(request, account.plan.leaves(account.prefill_len))
         if units * self.segments.unit > self.columns_of(account):
             self.segments.begin(request.request_id, self._keys_of(request), units)
@@ -201,7 +201,7 @@ class UncompressedPrefixes:
         What is evicted is then copied. Else it is evicted in place, layer by layer if it fits no other way.
         """
         plan = account.plan
-        if account.is_stale or plan.prompt is None or account.terms.copies is not None:
+        if account.is_invalid or plan.prompt is None or account.terms.copies is not None:
             return
         if not account.tokens < plan.prompt.end <= tokens:
             return
@@ -212,7 +212,7 @@ class UncompressedPrefixes:
             plan, account.prefill_len, account.borrowed, account.replayed
         )
         if self._is_idle(request, account, account.need_at(tokens, copying)):
-            account.read_on(copying)
+            account.set_terms(copying)
 
     def _is_idle(self, request: Request, account: Account, need: Need) -> bool:
         """Whether an account may take what it needs, and nobody waits for that or is preempted."""
@@ -270,7 +270,7 @@ class UncompressedPrefixes:
             )
         return found
 
-    def leave(self, request: Request, account: Account, tokens: int) -> None:
+    def publish(self, request: Request, account: Account, tokens: int) -> None:
         """Freeze what the step that ends at ``tokens`` completes, before it is evicted or the answer begins."""
         prompt = account.plan.prompt
         end = account.prefill_len if prompt is None else prompt.end
@@ -283,10 +283,10 @@ class UncompressedPrefixes:
         last = self._freeze(request, account, account.plan.leaves(end))
         if last is None:
             return
-        self.segments.borrow(last, account.is_lasting)
-        self._give_back(account)
+        self.segments.retain(last, account.is_lasting)
+        self._release(account)
         more = [rank.rows * (last.stop - before) for rank in self._books.ranks]
-        self._books.hold(account, account.leave(last, more))
+        self._books.hold(account, account.publish(last, more))
 
     def _freeze(self, request: Request, account: Account, tokens: int) -> Segment | None:
         """Make segments of what a request has read uncompressed, up to so many tokens.
@@ -294,7 +294,7 @@ class UncompressedPrefixes:
         Returns:
             The last one, None if none was made.
         """
-        if account.is_stale:
+        if account.is_invalid:
             return None
         units, keys, before = self._units(request, tokens), self._keys_of(request), self.columns_of(account)
         stop = units * self.segments.unit
@@ -303,12 +303,12 @@ class UncompressedPrefixes:
         last = self.segments.store(request.request_id, account.segment, keys, before, stop)
         return last if last is not account.segment else None
 
-    def _give_back(self, account: Account) -> None:
+    def _release(self, account: Account) -> None:
         """An account does not use the segments any more that it borrows."""
         if account.segment is not None:
-            self.segments.give_back(account.segment, account.is_lasting)
+            self.segments.release(account.segment, account.is_lasting)
 
-    def part_from(self, request: Request, account: Account, untold: TakenBack) -> None:
+    def detach(self, request: Request, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from the segments that it borrows; what it alone has read stays, if it may.
 
         Args:
@@ -321,9 +321,9 @@ class UncompressedPrefixes:
             # Steps in flight may have gone on beyond the answer's last token, which is not stored, and have evicted it.
             left = account.plan.leaves_at_end(account.tokens)
             self._freeze(request, account, min(left, request.num_tokens - 1))
-        self._give_back(account)
+        self._release(account)
 
     def end_copying(self, account: Account) -> None:
         """An account was evicted on every rank: it borrows nothing of segments any more."""
-        self._give_back(account)
+        self._release(account)
         account.end_copying()
