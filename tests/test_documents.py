@@ -47,8 +47,8 @@ def not_there(text: str) -> list[str]:
 
 
 def test_what_guides_name_is_there():
-    told = "`LAYER_TYPES` in `engine/groups.py`, `cache/`, `of_old` in\n`engine/groups.py`, `engine/old.py`"
-    assert not_there(told) == ["of_old in engine/groups.py", "engine/old.py"]
+    told = "`LAYER_TYPES` in `engine/layers.py`, `cache/`, `of_old` in\n`engine/layers.py`, `engine/old.py`"
+    assert not_there(told) == ["of_old in engine/layers.py", "engine/old.py"]
     missing = [f"{guide.name}: {name}" for guide in GUIDES for name in not_there(guide.read_text())]
     assert not missing, "\n".join(missing)
 

@@ -277,7 +277,7 @@ def test_functions_of_vllm_are_replaced_in_one_place() -> None:
 
 
 MANY_MEANINGS = {"take", "forget", "give_back"}
-"""What nothing is called, but ``allocate``, ``acquire`` or ``hold``; ``invalidate`` or ``remove``; ``free`` or ``release``."""
+"""What nothing is called; better are allocate, acquire or hold; invalidate or remove; free or release."""
 
 
 def names_with_many_meanings(module: str, tree: ast.Module) -> Iterator[str]:

@@ -33,7 +33,7 @@ def test_exhaustion_changes_nothing(name):
 def test_gives_no_more_than_was_taken():
     pool = PagePool(5, "cpu")
     ids = pool.allocate(2)
-    with pytest.raises(RuntimeError, match="3 pages were given back to the page pool, but only 2"):
+    with pytest.raises(RuntimeError, match="3 pages were freed in the page pool, but only 2"):
         pool.free(torch.cat([ids, ids[:1]]))
     pool.verify()
 

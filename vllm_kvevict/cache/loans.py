@@ -10,11 +10,11 @@ ends may leave all that it holds besides (a tail): nobody borrows that, who goes
     row of a borrower        [  .][  .][  .][part][page]...     borrowed, then its own: it writes behind its entries
     an entry that follows                   [page][page][part]  begins with what that part has become
 
-An entry that follows may complete the one before: that takes the follower's first full page in the place of its part,
+An entry that follows may fill the one before: that takes the follower's first full page in the place of its part,
 so that what both have in common is stored once. Whoever begins with the first entry alone still copies its part of it.
 
 Owns the shared entries and what each request borrows. A page has one owner, a shared entry or a request; no page needs
-a count of its users, since whoever borrows an entry borrows the front of each row of it. Full pages are shared as they
+a reference count, since whoever borrows an entry borrows the front of each row of it. Full pages are shared as they
 are, since nobody writes to them; a partial page is copied, since each borrower goes on writing to it. What a request
 holds is what its rows fill less what it borrows, so a loan changes :attr:`Loans.columns` and no other count.
 """

@@ -1,7 +1,7 @@
 """The free pages of one worker rank.
 
-Owns the list of free pages. A page of the pool is free once or taken once, by one owner; whoever takes pages gives back
-the same ones.
+Owns the list of free pages. A page of the pool is free once or allocated once, to one owner, who frees the
+same pages.
 """
 
 import torch
@@ -15,8 +15,8 @@ OUTSIDE = -128
 class PagePool:
     """A list of free page ids on the device whose length the host knows.
 
-    Every caller knows how many pages it takes or gives (see :mod:`vllm_kvevict.cache.lengths`), so taking is
-    a slice of the list and exhaustion is noticed without asking the device.
+    Every caller knows how many pages it allocates or frees (see :mod:`vllm_kvevict.cache.lengths`), so allocating
+    takes a slice of the list and exhaustion is noticed without asking the device.
 
     Attention reads neighbouring pages of a row as one stream, several times faster than scattered ones. So rows that
     take many pages at once get them in ascending order from the low end, where compaction leaves long gaps, and rows
@@ -31,7 +31,7 @@ class PagePool:
 
     Attributes:
         num_pages: pages in the pool.
-        owners: int8 [size], whether somebody has taken the page, 0 or 1, or OUTSIDE.
+        owners: int8 [size], whether the page is allocated, 0 or 1, or OUTSIDE.
         fewest_free: the fewest free pages there were since the caller last set it.
     """
 
@@ -59,24 +59,24 @@ class PagePool:
             )
 
     def allocate(self, count: int) -> torch.Tensor:
-        """Take ``count`` pages for rows that grow page by page.
+        """Allocate ``count`` pages for rows that grow page by page.
 
         Returns:
             Their ids, int32 [count], all distinct.
 
         Raises:
-            RuntimeError: fewer pages are free; nothing was taken.
+            RuntimeError: fewer pages are free; nothing was allocated.
         """
         self.require(count)
         self._high -= count
         return self._own(self._high, count)
 
     def allocate_stretch(self, count: int) -> torch.Tensor:
-        """Take ``count`` pages for rows that get many: a stretch of neighbours as far as possible, in ascending order.
+        """Allocate ``count`` pages for rows that get many: neighbours as far as possible, in ascending order.
 
         The pool is scanned if pages came back since the last time, which takes far less than to fill the pages.
 
-        Returns and raises: as :meth:`take`.
+        Returns and raises: as :meth:`allocate`.
         """
         self.require(count)
         if not self._ascends:
@@ -85,18 +85,18 @@ class PagePool:
         return self._own(self._low - count, count)
 
     def free(self, ids: torch.Tensor) -> None:
-        """Give pages back.
+        """Free pages.
 
         Args:
-            ids: int32 [count], distinct ids of pages that were taken.
+            ids: int32 [count], distinct ids of pages that were allocated.
 
         Raises:
-            RuntimeError: more pages come back than were taken; nothing was given.
+            RuntimeError: more pages come back than were allocated; nothing was freed.
         """
         count, free = ids.numel(), self.num_free
         if free + count > self.num_pages:
             raise RuntimeError(
-                f"{count} pages were given back to the page pool, but only {self.num_pages - free} were taken"
+                f"{count} pages were freed in the page pool, but only {self.num_pages - free} were allocated"
             )
         if self._high + count > self._ids.numel():
             self._ids[:free] = self._ids[self._low : self._high].clone()
@@ -132,7 +132,7 @@ class PagePool:
 
     def _own(self, first: int, count: int) -> torch.Tensor:
         self.fewest_free = min(self.fewest_free, self.num_free)
-        # A copy, since the next give may write over this part of the list.
+        # A copy, since what is freed next may be written over this part of the list.
         ids = self._ids[first : first + count].clone()
         self.owners.index_add_(0, ids, self._one.expand(count))
         return ids

@@ -14,8 +14,8 @@ from tests.engine.support.loads import Load, repeated
 from tests.engine.support.loads_in_turns import CONVERSATIONS
 from tests.engine.support.servers import Setup, flights, make_request
 from vllm_kvevict.engine.scheduler import scheduler
+from vllm_kvevict.engine.scheduler.nodes import Prefix
 from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 
 SAID = [document(number, 60 + 17 * number) for number in range(6)]
 """By both sides of a conversation in turn."""

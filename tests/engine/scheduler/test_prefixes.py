@@ -20,8 +20,8 @@ from tests.registering import policy_with_both_defaults
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.config import REPEAT_ROWS
 from vllm_kvevict.engine.messages import StorePrefix
+from vllm_kvevict.engine.scheduler import keys
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
-from vllm_kvevict.engine.scheduler.shared import prefixes
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.plan import Admission
@@ -160,9 +160,9 @@ def test_another_prefix_is_read(what: str, length: int) -> None:
 
 
 def test_a_key_without_the_last_token_is_noticed(monkeypatch) -> None:
-    hashed = prefixes.hash_block_tokens
+    hashed = keys.hash_block_tokens
     monkeypatch.setattr(
-        prefixes,
+        keys,
         "hash_block_tokens",
         lambda fn, before, tokens, extra: hashed(fn, before, tokens[:-1], extra),
     )
@@ -186,7 +186,7 @@ def test_what_vllm_hashes_tells_prefixes_apart(kind: str, length: int) -> None:
         tokens = prompt[:, 0].tolist() if embeds is None else None
         params = SamplingParams(max_tokens=1)
         request = Request("r", tokens, params, None, prompt_embeds=embeds, block_hasher=hasher, **fields)
-        return prefixes.prefix_keys(request, plan, PAGE, hashed)[length]
+        return keys.prefix_keys(request, plan, PAGE, hashed)[length]
 
     assert key() == key(length, length + 4)
     assert len({key(), key(0), key(length - 1), key(cache_salt="s")}) == 4
@@ -261,7 +261,7 @@ def test_what_is_repeated_in_other_words_is_another_prefix(what: str) -> None:
 
 
 def test_a_key_without_the_words_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(prefixes, "repeat_prompts_of", lambda params: None)
+    monkeypatch.setattr(keys, "repeat_prompts_of", lambda params: None)
     with pytest.raises(AssertionError):
         test_what_is_repeated_in_other_words_is_another_prefix("after")
 

@@ -5,8 +5,10 @@ import random
 
 import pytest
 
+from vllm_kvevict.engine.scheduler.keys import unit_keys
+from vllm_kvevict.engine.scheduler.nodes import Segment
 from vllm_kvevict.engine.scheduler.outbox import Outbox
-from vllm_kvevict.engine.scheduler.shared.segments import Segment, SegmentCache, keys_of
+from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 
 UNIT = 4
 """Columns of a unit."""
@@ -21,7 +23,7 @@ def make(longest: int = 2, most: int = 100) -> SegmentCache:
 
 def keys(prompt: str):
     """A prompt has a unit for each letter; a block's hash stands for all before it."""
-    return keys_of([prompt[: end + 1] for end in range(len(prompt))], 1)
+    return unit_keys([prompt[: end + 1] for end in range(len(prompt))], 1)
 
 
 def store(cache: SegmentCache, prompt: str, name: str = "a") -> Segment | None:

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from tests.engine.support.servers import Setup
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.engine.scheduler.account import Account
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.nodes import Prefix
 from vllm_kvevict.engine.scheduler.terms import Need
 
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix, Tail
-from vllm_kvevict.engine.scheduler.shared.segments import Segment
+from vllm_kvevict.engine.scheduler.nodes import Prefix, Segment, Tail
 from vllm_kvevict.engine.scheduler.terms import Need, Terms
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity
 from vllm_kvevict.schedules.bounds import Known

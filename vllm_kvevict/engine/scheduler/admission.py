@@ -13,8 +13,7 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix, Tail
-from vllm_kvevict.engine.scheduler.shared.segments import Segment
+from vllm_kvevict.engine.scheduler.nodes import Prefix, Segment, Tail
 from vllm_kvevict.engine.scheduler.terms import Terms
 from vllm_kvevict.schedules.bounds import Known, MemoryBounds
 from vllm_kvevict.schedules.plan import Plan

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from vllm_kvevict.engine.messages import Holdings
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
-from vllm_kvevict.engine.scheduler.shared.entries import Entry
+from vllm_kvevict.engine.scheduler.nodes import Entry
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 
 

@@ -1,6 +1,6 @@
 """Whose extra tokens a step computes.
 
-It owns the turn: the workers' buffers have room for one request's extra tokens in a step, and they are gone with it. So
+Owns the slot: the workers' buffers have room for one request's extra tokens in a step, and they are gone with it. So
 prompts that are chosen from by a probe, and prompts that are repeated, take turns.
 """
 

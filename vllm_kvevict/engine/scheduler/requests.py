@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Found
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
+from vllm_kvevict.engine.scheduler.nodes import Prefix
 from vllm_kvevict.engine.turns import are_lasting
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING

@@ -25,8 +25,8 @@ from vllm_kvevict.engine.layers import LayerMap
 from vllm_kvevict.engine.memory import bounds_of, head_dims
 from vllm_kvevict.engine.messages import StepMessage
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
+from vllm_kvevict.engine.scheduler.keys import next_key, prefix_keys
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
-from vllm_kvevict.engine.scheduler.shared.prefixes import next_key, prefix_keys
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts

@@ -21,10 +21,10 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.messages import StorePrefix
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.nodes import Prefix
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.entries import Entries
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix
 from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.engine.scheduler.shared.totals import Totals, pages_pinned
@@ -244,7 +244,7 @@ class CompressedPrefixes(Entries[Prefix]):
     def _count_refs(self, prefix: Prefix, more: int, before: Prefix | None = None) -> None:
         """A prefix and its parents, up to one that is used already, have a user more (1) or less (-1)."""
         for entry in prefix.chain(before):
-            entry.count(users=more)
+            entry.count(refs=more)
         shared, is_behind = 0, True
         for entry in prefix.chain():
             shared += entry.note_sharing()
@@ -293,8 +293,8 @@ class CompressedPrefixes(Entries[Prefix]):
                     yield prefix
 
     def _may_drop(self, prefix: Prefix) -> bool:
-        """Not with two users, nor before one that follows it, nor if a request begins with it that was admitted just
-        now."""
+        """Not with two references, nor before one that follows it, nor if a request that was admitted just now begins
+        with it."""
         is_new = not prefix.borrowers.isdisjoint(self.outbox.admitted)
         return prefix.is_ready and prefix.page_refs <= 1 and not prefix.children and not is_new
 

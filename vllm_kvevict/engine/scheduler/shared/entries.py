@@ -6,28 +6,10 @@ that is in use does not go; what nobody uses goes when its pages are needed, the
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from vllm_kvevict.engine.scheduler.nodes import Entry
 from vllm_kvevict.engine.scheduler.outbox import Outbox
-
-
-@dataclass(eq=False)
-class Entry:
-    """KV that belongs to no request.
-
-    Attributes:
-        number: what scheduler and workers call it.
-        is_forgotten: whether no further request may begin with it.
-        evict_first: whether it is of use for a while only, so that it goes before others, however recently it was used.
-        seen_on: ranks that were found to hold it, which is looked at in check mode only.
-    """
-
-    number: int
-    is_invalid: bool = field(default=False, kw_only=True)
-    evict_first: bool = field(default=False, kw_only=True)
-    seen_on: set[int] = field(default_factory=set, kw_only=True)
-
 
 E = TypeVar("E", bound=Entry)
 

@@ -8,56 +8,12 @@ A request that begins with a segment uses all those before it as well. None goes
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 
+from vllm_kvevict.engine.scheduler.keys import UnitKeys
+from vllm_kvevict.engine.scheduler.nodes import Segment
 from vllm_kvevict.engine.scheduler.outbox import Outbox
-from vllm_kvevict.engine.scheduler.shared.entries import Entries, Entry
+from vllm_kvevict.engine.scheduler.shared.entries import Entries
 from vllm_kvevict.schedules.bounds import last_that
-
-Keys = Callable[[int], Hashable]
-"""What identifies a prompt's first so many units of tokens, from 1 on."""
-
-
-@dataclass(eq=False)
-class Segment(Entry):
-    """A part of a prompt.
-
-    Attributes:
-        parent: the segment that it follows; None for a prompt's first tokens.
-        start, stop: columns of the page tables, one for each ``page_size`` tokens.
-        keys: by which it is found, one for each unit of tokens.
-        users: requests that begin with it, or with one that follows it.
-        lasting: those of them that are never evicted and use it to their end.
-        children: segments that follow it.
-    """
-
-    parent: "Segment | None"
-    start: int
-    stop: int
-    keys: list[Hashable]
-    refs: int = 0
-    lasting_refs: int = 0
-    children: int = 0
-
-    @property
-    def columns(self) -> int:
-        """How many it has."""
-        return self.stop - self.start
-
-    def parts(self, columns: int) -> tuple[tuple[int, int], ...]:
-        """Number and columns of each segment that a request uses which begins with ``columns``, itself last."""
-        chain = self.chain()
-        stops = [*(part.start for part in chain[1:]), columns]
-        return tuple((part.number, stop - part.start) for part, stop in zip(chain, stops, strict=True))
-
-    def chain(self) -> list["Segment"]:
-        """All segments from the first token on, itself last."""
-        found: list[Segment] = []
-        segment: Segment | None = self
-        while segment is not None:
-            found.append(segment)
-            segment = segment.parent
-        return found[::-1]
 
 
 class SegmentCache(Entries[Segment]):
@@ -91,7 +47,7 @@ class SegmentCache(Entries[Segment]):
 
     # What a request can begin with.
 
-    def find(self, keys: Keys, most: int) -> tuple[Segment, int] | None:
+    def find(self, keys: UnitKeys, most: int) -> tuple[Segment, int] | None:
         """The longest prefix of at most ``most`` units that a request can begin with: its last segment, and its
         columns. Changes nothing.
 
@@ -105,7 +61,7 @@ class SegmentCache(Entries[Segment]):
         segments = self._by_key.get(key, ())
         return next((segment for segment in segments if segment.number not in self._fresh), None)
 
-    def soon(self, keys: Keys, most: int) -> int:
+    def soon(self, keys: UnitKeys, most: int) -> int:
         """Units of the longest prefix, at most ``most``, that will be there after the step that is being scheduled."""
         return last_that(lambda count: keys(count) in self._by_key, 0, most)
 
@@ -113,13 +69,13 @@ class SegmentCache(Entries[Segment]):
         """Whether there is a prefix that is found by a key, or somebody reads it."""
         return key in self._by_key or key in self._readers
 
-    def known(self, keys: Keys, units: int) -> bool:
+    def known(self, keys: UnitKeys, units: int) -> bool:
         """Whether there is a prefix of so many units, if only after the step that is being scheduled."""
         return keys(units) in self._by_key
 
     # Who is reading what will be there.
 
-    def begin(self, request_id: str, keys: Keys, units: int) -> None:
+    def begin(self, request_id: str, keys: UnitKeys, units: int) -> None:
         """A request was admitted that reads so many units."""
         self._read_by[request_id] = [keys(count) for count in range(1, units + 1)]
         for key in self._read_by[request_id]:
@@ -133,7 +89,7 @@ class SegmentCache(Entries[Segment]):
             if not readers:
                 del self._readers[key]
 
-    def readers(self, keys: Keys, most: int) -> tuple[list[str], int]:
+    def readers(self, keys: UnitKeys, most: int) -> tuple[list[str], int]:
         """Who reads the longest prefix of at most ``most`` units that anybody reads, and its units."""
         units = last_that(lambda count: keys(count) in self._readers, 0, most)
         return (list(self._readers[keys(units)]), units) if units else ([], 0)
@@ -141,7 +97,7 @@ class SegmentCache(Entries[Segment]):
     # From freezing to dropping.
 
     def store(
-        self, request_id: str, parent: Segment | None, keys: Keys, start: int, stop: int
+        self, request_id: str, parent: Segment | None, keys: UnitKeys, start: int, stop: int
     ) -> Segment | None:
         """A request's columns from ``start`` to ``stop``, multiples of the unit, become segments with the next step.
 
@@ -261,12 +217,3 @@ class SegmentCache(Entries[Segment]):
             found.remove(segment)
             if not found:
                 del self._by_key[key]
-
-
-def keys_of(block_hashes: Sequence[Hashable], blocks: int) -> Keys:
-    """The keys of a request, by vLLM's hashes of its blocks, each of which includes those before it.
-
-    Args:
-        blocks: of a unit.
-    """
-    return lambda count: block_hashes[count * blocks - 1]

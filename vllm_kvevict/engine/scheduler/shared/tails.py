@@ -17,10 +17,10 @@ from vllm.v1.request import Request
 
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.nodes import Prefix, Tail
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.entries import Entries
-from vllm_kvevict.engine.scheduler.shared.prefixes import Prefix, Tail
 from vllm_kvevict.schedules.bounds import last_that
 
 MOST_TAILS = 4096

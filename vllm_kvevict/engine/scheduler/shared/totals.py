@@ -3,7 +3,7 @@
 Owns the sums, and what of each prefix is in them. Chains may be long and many: nothing here looks at all of them.
 """
 
-from vllm_kvevict.engine.scheduler.shared.prefixes import Counted, Prefix
+from vllm_kvevict.engine.scheduler.nodes import Counted, Prefix
 
 
 def pages_pinned(prefix: Prefix, is_shared: bool, is_filled: bool = False) -> list[int]:

@@ -18,9 +18,11 @@ from vllm.v1.request import Request
 from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account
 from vllm_kvevict.engine.scheduler.admission import Found
 from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.keys import UnitKeys, unit_keys
+from vllm_kvevict.engine.scheduler.nodes import Segment
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
-from vllm_kvevict.engine.scheduler.shared.segments import Keys, Segment, SegmentCache, keys_of
+from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.engine.scheduler.terms import Need
 from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS
@@ -40,7 +42,7 @@ class Waiting:
 
     tokens: int
     pages: Sequence[int]
-    keys: Keys
+    keys: UnitKeys
     units: int
 
 
@@ -100,8 +102,8 @@ class UncompressedPrefixes:
         most = self._requests.plan(request).most_cached(request.num_tokens)
         return self._units(request, max(0, min(most, request.num_tokens - self._requests.fewest_read)))
 
-    def _keys_of(self, request: Request) -> Keys:
-        return keys_of(request.block_hashes, self._unit // self._block)
+    def _keys_of(self, request: Request) -> UnitKeys:
+        return unit_keys(request.block_hashes, self._unit // self._block)
 
     def find(self, request: Request) -> tuple[Segment, int] | None:
         """What of its prompt a request can begin with uncompressed: the last segment, and the columns.
@@ -115,7 +117,7 @@ class UncompressedPrefixes:
             found = (segment.parent, segment.start) if segment.parent else None
         return found
 
-    def _find(self, keys: Keys, most: int) -> tuple[Segment, int] | None:
+    def _find(self, keys: UnitKeys, most: int) -> tuple[Segment, int] | None:
         """As of :meth:`SegmentCache.find`; modifies the order."""
         found = self.segments.find(keys, most)
         if found is not None:

@@ -1,84 +1,29 @@
-"""A compressed prefix, a tail behind one, and by what they are found.
+"""Shared entries of each kind: a compressed prefix, a tail behind one, a segment of an uncompressed prefix.
 
-:class:`vllm_kvevict.engine.scheduler.shared.compressed.CompressedPrefixes` owns all prefixes,
-:class:`vllm_kvevict.engine.scheduler.shared.tails.Tails` all tails, and each alone writes to one.
+Their owners, in ``shared/``, alone write to them: :class:`CompressedPrefixes`, :class:`Tails`, :class:`SegmentCache`.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
-from vllm.v1.request import Request
 
 from vllm_kvevict.cache.counts import PageCount
-from vllm_kvevict.engine.config import repeat_prompts_of
-from vllm_kvevict.engine.scheduler.shared.entries import Entry
-from vllm_kvevict.schedules.plan import Phase, Plan
-from vllm_kvevict.schedules.registry import schedule_of
-
-Keys = dict[int, Hashable]
-"""By what each prefix of a request is found that is evicted on its own, by its tokens, the shortest first."""
 
 
-def prefix_keys(request: Request, plan: Plan, block_size: int, hash_function: Callable[[Any], bytes]) -> Keys:
-    """What two requests must have in common for one to begin with what the other keeps of a prefix.
+@dataclass(eq=False)
+class Entry:
+    """KV that belongs to no request.
 
-    That is how it is evicted, in which parts, what the model is asked if it repeats them, and everything that vLLM's
-    own prefix cache compares: tokens, prompt embeddings, ``cache_salt``, the LoRA adapter and images. vLLM hashes
-    them block by block; what is left behind the last full block is hashed here likewise.
-
-    Args:
-        block_size: tokens of a block that vLLM has hashed.
-        hash_function: as of ``--prefix-caching-hash-algo``.
-
-    Returns:
-        Of each part of the prompt, with all before it; none of one that ends with the prompt, or that vLLM has not
-        hashed.
+    Attributes:
+        number: what scheduler and workers call it.
+        is_forgotten: whether no further request may begin with it.
+        evict_first: whether it is of use for a while only, so that it goes before others, however recently it was used.
+        seen_on: ranks that were found to hold it, which is looked at in check mode only.
     """
-    keys: Keys = {}
-    before, prompts = None, repeat_prompts_of(request.sampling_params)
-    words = None if prompts is None else prompts.to_lists()
-    for part in plan.parts:
-        if part.end >= request.num_prompt_tokens or len(request.block_hashes) < part.end // block_size:
-            break
-        tokens = _hash_of_tokens(request, part.end, block_size, hash_function)
-        # A digest, so that keys of long chains are no larger than others.
-        asked = words if schedule_of(part).repeats_prompt else None
-        before = hash_function((before, tokens, *_how(part), asked))
-        keys[part.end] = before
-    return keys
 
-
-def _how(part: Phase) -> tuple[Hashable, ...]:
-    """Where a part of a prompt begins and ends, and how it is evicted."""
-    config = part.config
-    return part.begins, part.end, config.policy, config.budget, config.keep_ratio, config.items
-
-
-def _hash_of_tokens(
-    request: Request, tokens: int, block_size: int, hash_function: Callable[[Any], bytes]
-) -> bytes:
-    """Of all that vLLM's prefix cache compares of a request's first tokens."""
-    blocks = tokens // block_size
-    last_block = request.block_hashes[blocks - 1] if blocks else None
-    rest = request.all_token_ids[blocks * block_size : tokens]
-    # Of no tokens as well: a request of one block more has another key.
-    extra_keys, _ = generate_block_hash_extra_keys(request, blocks * block_size, tokens, 0)
-    return hash_block_tokens(hash_function, last_block, rest, extra_keys)
-
-
-def next_key(
-    request: Request, tokens: slice, before: Hashable, hash_function: Callable[[Any], bytes]
-) -> Hashable:
-    """By what some of a request's tokens are found behind all those before them.
-
-    Args:
-        before: by what those before them are found.
-    """
-    # Its salt and adapter are in the key of the prefix that comes before them all.
-    extra_keys, _ = generate_block_hash_extra_keys(request, tokens.start, tokens.stop, 0)
-    return hash_function((before, tuple(request.all_token_ids[tokens]), extra_keys))
+    number: int
+    is_invalid: bool = field(default=False, kw_only=True)
+    evict_first: bool = field(default=False, kw_only=True)
+    seen_on: set[int] = field(default_factory=set, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -96,7 +41,7 @@ class Prefix(Entry):
     """A prefix that is cached, or is going to be: what an eviction has left behind what its parent holds.
 
     Attributes:
-        key: as of :func:`prefix_keys`.
+        key: as of :func:`vllm_kvevict.engine.scheduler.keys.prefix_keys`.
         tokens: of the prefix.
         producer: id and epoch of the request that reads it.
         in_turns: whether that is a turn of a conversation.
@@ -111,7 +56,7 @@ class Prefix(Entry):
             nothing.
         full_pages: its own of each rank that it fills itself, which all of its borrowers use.
         borrowers: ids of the requests that use them, and pages of no prefix that follows it.
-        users: how many requests use them.
+        refs: how many requests use them.
         storing: how many of itself and those that follow are being stored.
         is_shared: whether several requests use pages of it.
         shared: of how many of these that is so. None of them goes, nor what they follow.
@@ -155,21 +100,21 @@ class Prefix(Entry):
         """It is being stored for a request, behind another prefix.
 
         Returns:
-            That one, if this one is to complete its partial pages: nobody does, or uses what is behind its own entries.
+            That one, if this one is to fill its partial pages: nobody does, or uses what is behind its own entries.
         """
         self.parent, self.is_storing = parent, True
         if parent is None:
             return None
         parent.count(children=1)
-        may_complete = not parent.filled_by and not parent.filled_for
-        if may_complete:
+        may_fill = not parent.filled_by and not parent.filled_for
+        if may_fill:
             parent.be_filled([0] * len(self.held))
         elif name in parent.filled_for:
             self.fills = list(parent.filled)
         else:
             return None
         parent.filled_by.add(self)
-        return parent if may_complete else None
+        return parent if may_fill else None
 
     def leave_parent(self) -> None:
         """It is gone."""
@@ -177,10 +122,10 @@ class Prefix(Entry):
             self.parent.count(children=-1)
             self.parent.filled_by.discard(self)
 
-    def count(self, users: int = 0, storing: int = 0, shared: int = 0, children: int = 0) -> None:
+    def count(self, refs: int = 0, storing: int = 0, shared: int = 0, children: int = 0) -> None:
         """So many more, or fewer, requests use it, of it and those that follow are being stored and are shared, and
         follow it."""
-        self.refs += users
+        self.refs += refs
         self.children += children
         self.storing += storing
         self.shared += shared
@@ -295,3 +240,45 @@ class Tail(Entry):
         """It holds so many pages of each rank; returns what it did until now."""
         before, self.held = self.held, list(pages)
         return before
+
+
+@dataclass(eq=False)
+class Segment(Entry):
+    """A part of a prompt.
+
+    Attributes:
+        parent: the segment that it follows; None for a prompt's first tokens.
+        start, stop: columns of the page tables, one for each ``page_size`` tokens.
+        keys: by which it is found, one for each unit of tokens.
+        refs: requests that begin with it, or with one that follows it.
+        lasting_refs: those of them that are never evicted and use it to their end.
+        children: segments that follow it.
+    """
+
+    parent: "Segment | None"
+    start: int
+    stop: int
+    keys: list[Hashable]
+    refs: int = 0
+    lasting_refs: int = 0
+    children: int = 0
+
+    @property
+    def columns(self) -> int:
+        """How many it has."""
+        return self.stop - self.start
+
+    def parts(self, columns: int) -> tuple[tuple[int, int], ...]:
+        """Number and columns of each segment that a request uses which begins with ``columns``, itself last."""
+        chain = self.chain()
+        stops = [*(part.start for part in chain[1:]), columns]
+        return tuple((part.number, stop - part.start) for part, stop in zip(chain, stops, strict=True))
+
+    def chain(self) -> list["Segment"]:
+        """All segments from the first token on, itself last."""
+        found: list[Segment] = []
+        segment: Segment | None = self
+        while segment is not None:
+            found.append(segment)
+            segment = segment.parent
+        return found[::-1]
