@@ -117,14 +117,15 @@ class Schedule(ABC):
         Args:
             name: of the schedule.
         """
+        positions = self.positions(config, n)
         return (
             Phase(
                 config,
                 name,
-                self.positions(config, n),
+                positions,
                 probe=self.probe(config, n),
                 most_cached=self.most_cached(config, n),
-                leaves_cached=self.holds_whole_prompt,
+                leaves_at=positions[0] if self.holds_whole_prompt else 0,
             ),
         )
 

@@ -36,9 +36,12 @@ class Phase:
         begins: tokens that the request has stored when the phase begins, 0 for a prompt's first.
         probe: tokens that a step which reaches a position before the last one computes as well, to choose by them.
         most_cached: the most tokens that the request may begin with which an earlier one has left uncompressed.
-        leaves_cached: whether what is read until the first position is what others with the same tokens read.
+        leaves_at: tokens that stay uncompressed for others once they are read; 0 where others would read them
+            differently.
         pins: whether all that is stored when it begins stays, and evictions choose among later tokens alone.
         of_answer: whether an answer is evicted, each of whose positions completes an eviction.
+        after_step: whether evictions follow the step that reaches a position, and choose by queries that were kept from
+            step to step; else a layer is evicted as soon as it has attended.
     """
 
     config: EvictionConfig
@@ -47,9 +50,10 @@ class Phase:
     begins: int = 0
     probe: int = 0
     most_cached: int = 0
-    leaves_cached: bool = False
+    leaves_at: int = 0
     pins: bool = False
     of_answer: bool = False
+    after_step: bool = False
 
     @functools.cached_property
     def end(self) -> int:
@@ -74,8 +78,8 @@ class Phase:
 
     @property
     def keeps_queries(self) -> bool:
-        """Of an answer: whether queries are kept for its evictions."""
-        return Q_WINDOW in self.config.inputs
+        """Whether queries are kept from step to step for its evictions."""
+        return self.after_step and Q_WINDOW in self.config.inputs
 
     @property
     def interval(self) -> int:
@@ -129,9 +133,11 @@ def answer_phase(config: EvictionConfig, interval: int, begins: int) -> Phase:
         range(begins + config.budget + interval, sys.maxsize, interval),
         begins=begins,
         most_cached=begins,
-        leaves_cached=True,
+        # What is borrowed is not moved, so nothing that may be evicted later is left while the request runs.
+        leaves_at=begins,
         pins=True,
         of_answer=True,
+        after_step=True,
     )
 
 
@@ -258,10 +264,8 @@ class Plan:
 
     def keeps_queries(self, last_token: int) -> bool:
         """Whether the workers keep queries of an answer that ends there: some that choose are stored at all."""
-        answer = self.answer
-        if answer is None or not answer.keeps_queries:
-            return False
-        return last_token > answer.positions[0] - answer.window
+        keeping = (phase for phase in self.phases if phase.keeps_queries)
+        return any(last_token > phase.positions[0] - phase.window for phase in keeping)
 
     def is_read_by(self, tokens: int) -> bool:
         """Whether a first step of so many tokens ends where the prompt is evicted, which it is only once."""
@@ -281,13 +285,7 @@ class Plan:
 
     def leaves(self, tokens: int) -> int:
         """Tokens that a request leaves uncompressed for others once so many are read."""
-        if not self.phases:
-            return tokens
-        first = self.phases[0]
-        if first.of_answer:
-            # What is borrowed is not moved, so nothing that may be evicted later is left while the request runs.
-            return min(tokens, first.begins)
-        return min(tokens, first.positions[0]) if first.leaves_cached else 0
+        return min(tokens, self.phases[0].leaves_at) if self.phases else tokens
 
     def leaves_at_end(self, tokens: int) -> int:
         """Tokens that a request leaves uncompressed when it ends, of so many."""

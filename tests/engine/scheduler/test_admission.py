@@ -10,6 +10,7 @@ from vllm_kvevict.engine.scheduler.admission import PATIENCE, AdmissionControl, 
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
+from vllm_kvevict.schedules.plan import Phase, Plan
 from vllm_kvevict.schedules.registry import plan_of
 
 ROWS, PROMPT = 4, 10 * PAGE
@@ -66,3 +67,45 @@ def test_a_replay_expects_what_was_kept_before() -> None:
     again = admission.open(plan, PROMPT, PROMPT, 10, preemptions=1, replayed={PROMPT: kept})
     assert again.epoch == 2
     assert admission.expected_pages(again, 0, PROMPT) == 7 != admission.expected_pages(new, 0, PROMPT)
+
+
+LATE, LONG = 32, 64 * PAGE
+"""Tokens of an answer after which a prompt of so many tokens is evicted, in the test below."""
+
+
+def evicted_late() -> Plan:
+    """A prompt that stays whole until so many tokens of its answer are written, and shares what it has read."""
+    config = EvictionConfig("snapkv", budget=409 + LATE, window=LATE)
+    return Plan(config, (Phase(config, "whole", (LONG + LATE,), leaves_at=LONG, after_step=True),))
+
+
+def test_a_promise_lasts_until_the_prompt_is_evicted() -> None:
+    """Pages of a row: the promise covers what the answer adds before the eviction, and ends with that."""
+    admission, plan = control(ROWS * 1000, decode_reserve=512), evicted_late()
+    assert (plan.leaves(LONG), plan.leaves(LONG + LATE)) == (LONG, LONG)
+    new = admission.open(plan, LONG, LONG, 768)
+    assert not new.terms.by_layer and new.need_at(0) == ([0], [ROWS * 65])
+    assert new.need_at(LONG) == ([ROWS * 64], [ROWS])
+    assert new.need_at(LONG + LATE) == ([ROWS * 65], [0])
+    # The entries that are kept, and half a page of each row.
+    end = admission.expected_end(new)
+    assert (end, admission.expected_pages(new, 0, end)) == (
+        LONG + 512,
+        ROWS * (409 + 512 + PAGE // 2) // PAGE,
+    )
+    # Beside others it counts with its promise while that lasts.
+    reading = replace(new, tokens=LONG, held=[ROWS * 64], promise=[ROWS])
+    one_more = admission.open(WHOLE, PROMPT, PROMPT, 1)
+    fits = replace(
+        admission,
+        bounds=replace(admission.bounds, ranks=[replace(admission.bounds.ranks[0], pages=ROWS * 75)]),
+    )
+    assert fits.shortage(one_more, [reading]) is None
+    tight = replace(
+        fits, bounds=replace(fits.bounds, ranks=[replace(fits.bounds.ranks[0], pages=ROWS * 75 - 1)])
+    )
+    assert tight.shortage(one_more, [reading]) is Shortage.PROMPTS
+    # An answer that ends before is never evicted.
+    short = admission.open(plan, LONG, LONG, 16)
+    assert short.need_at(LONG) == ([ROWS * 64], [ROWS]) and short.need_at(short.promised_until)[1] == [0]
+    assert admission.expected_pages(short, 0, admission.expected_end(short)) == ROWS * 65

@@ -106,6 +106,11 @@ class Account:
         return self.tokens < self.prefill_len
 
     @property
+    def promised_until(self) -> int:
+        """Tokens up to which it is promised its pages: until it is read, and evicted if that comes later."""
+        return max(self.prefill_len, min(self.plan.evicted_at, self.last_token))
+
+    @property
     def awaits_reports(self) -> bool:
         """Whether ranks have not reported a dispatched eviction yet."""
         return bool(self._unreported)
@@ -205,8 +210,8 @@ class Account:
         return schedule_of(prompt).extra_entries(prompt, self.counts[0].page_size)
 
     def _promised_at(self, tokens: int, held: Sequence[int], terms: Terms) -> list[int]:
-        """Pages that the prefill is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
-        if tokens >= self.prefill_len:
+        """Pages that it is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
+        if tokens >= self.promised_until:
             return [0] * len(held)
         return [max(0, peak - pages) for peak, pages in zip(terms.peak, held, strict=True)]
 
@@ -386,6 +391,9 @@ class Account:
         """Pages of its own, so many of each rank, become segments, of which it borrows them; what it needs then."""
         self.segment = segment
         self.borrowed = [sum(pair) for pair in zip(self.borrowed, pages, strict=True)]
+        # Else what was given away would be promised anew.
+        peak = [most - fewer for most, fewer in zip(self.terms.peak, pages, strict=True)]
+        self.terms = replace(self.terms, peak=peak)
         return [held - fewer for held, fewer in zip(self.held, pages, strict=True)], self.promise
 
     def end_copying(self) -> None:

@@ -201,7 +201,7 @@ class AdmissionControl:
         pages = 0
         for account in accounts:
             now = account.held[index] + account.promise[index]
-            if account.is_reading:
+            if account.tokens < account.promised_until:
                 pages += now
             else:
                 count, soon = account.counts[index], account.tokens + steps
@@ -231,6 +231,8 @@ class AdmissionControl:
         if plan.prompt is None or account.is_evicted_on(index):
             return self.bounds.most_held(plan, index, count, end) - account.borrowed[index]
         n = plan.evicted_at
+        if end < n:
+            return count.rows * cdiv(end, self.bounds.page_size) - account.borrowed[index]
         if n in account.replayed:
             kept = account.replayed[n][index]
             return self.bounds.most_held(plan, index, kept, max(end, n))

@@ -152,7 +152,7 @@ class WorkerStep:
         if resident is None or phase is None:
             return False
         before, after = resident.tokens, resident.tokens + self.scheduled[name]
-        if phase.of_answer:
+        if phase.after_step:
             return False  # what is left to do comes after the layers
         return phase.is_of_prompt or after >= phase.next_eviction(before)
 

@@ -205,7 +205,7 @@ class UncompressedPrefixes:
         plan = account.plan
         if account.is_invalid or plan.prompt is None or account.terms.copies is not None:
             return
-        if not account.tokens < plan.prompt.end <= tokens:
+        if not account.tokens < plan.prompt.leaves_at <= tokens:
             return
         units = self._units(request, plan.leaves(tokens))
         if not units or self.segments.known(self._keys_of(request), units):
@@ -275,7 +275,7 @@ class UncompressedPrefixes:
     def publish(self, request: Request, account: Account, tokens: int) -> None:
         """Freeze what the step that ends at ``tokens`` completes, before it is evicted or the answer begins."""
         prompt = account.plan.prompt
-        end = account.prefill_len if prompt is None else prompt.end
+        end = account.prefill_len if prompt is None else prompt.leaves_at
         if not account.tokens < end <= tokens:
             return
         self.segments.end(request.request_id)
