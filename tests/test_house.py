@@ -281,7 +281,8 @@ MANY_MEANINGS = {"take", "forget", "give_back"}
 
 
 def names_with_many_meanings(module: str, tree: ast.Module) -> Iterator[str]:
-    yield from (node.name for node in ast.walk(tree) if getattr(node, "name", None) in MANY_MEANINGS)
+    functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    yield from (function.name for function in functions if function.name in MANY_MEANINGS)
 
 
 def test_a_name_has_one_meaning() -> None:

@@ -373,8 +373,7 @@ class Account:
         self.prefix = prefix
 
     def own_prefix(self) -> Need:
-        """What it borrows of the last prefix becomes its own, and it goes on behind that one's parent; what it needs
-        then."""
+        """What it borrows of the last prefix becomes its own; it goes on behind that one's parent. Its need then."""
         prefix = self.prefix
         assert prefix is not None
         before = prefix.borrowed_before

@@ -1,4 +1,7 @@
-"""By what shared KV is found: what two requests must have in common for one to go on with what the other left."""
+"""By what shared KV is found: what two requests must have in common for one to go on with what the other left.
+
+Owns nothing.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

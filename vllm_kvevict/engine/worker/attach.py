@@ -186,16 +186,14 @@ def attach(
         KVEvictionError: when evicted layers differ in their heads or softcap, or from the model's configuration.
     """
     by_name, stages = _evicted_layers(vllm_config, kv_cache_config), evicted_layers_of_stages(vllm_config)
-    stage, layers = get_pp_group().rank_in_group, list(by_name.values())
-    mine, layer_map = stages[stage], LayerMap.found(kv_cache_config.kv_cache_groups)
+    mine, layers = stages[get_pp_group().rank_in_group], list(by_name.values())
+    layer_map = LayerMap.found(kv_cache_config.kv_cache_groups)
     _check_heads(vllm_config, layers)
-    _check_layers(vllm_config, layer_map, stages_of(vllm_config)[stage])
+    _check_layers(vllm_config, layer_map, stages_of(vllm_config)[get_pp_group().rank_in_group])
     first, max_requests = layers[0], vllm_config.scheduler_config.max_num_seqs
     logits = [(layer.impl.scale, layer.impl.softcap) for layer in layers]
     storage = _as_pages(kv_caches[next(iter(by_name))], page_elements(options.page_size, first.head_size))
-    block_pages = None
-    if not layer_map.all_evicted:
-        block_pages = _find_blocks(kv_cache_config, first.layer_name, storage[0].nbytes)
+    block_pages = _find_blocks(layer_map, kv_cache_config, first.layer_name, storage[0].nbytes)
     group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
     uses_our_kernel = options.kernels and first.impl.sinks is None
     heads = (first.num_kv_heads, group) if uses_our_kernel and not softcap else None
@@ -257,8 +255,10 @@ def _evicted_layers(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, 
     return {name: context[name] for name in names}
 
 
-def _find_blocks(kv_cache_config: Any, layer: str, page_bytes: int) -> BlockPages:
-    """Where the pages of blocks lie that other layers use, too."""
+def _find_blocks(layer_map: LayerMap, kv_cache_config: Any, layer: str, page_bytes: int) -> BlockPages | None:
+    """Where the pages of blocks lie, if other layers use blocks of the same memory."""
+    if layer_map.all_evicted:
+        return None
     layout = next(tensor for tensor in kv_cache_config.kv_cache_tensors if layer in tensor.layers)
     return BlockPages.of(layout, kv_cache_config.num_blocks, page_bytes)
 
