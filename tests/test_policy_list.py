@@ -3,19 +3,19 @@
 import pytest
 
 from vllm_kvevict.policies import available, parameters
-from vllm_kvevict.policy_list import Entry, checked, parse
+from vllm_kvevict.policy_list import PolicySpec, checked, parse
 
 
 @pytest.mark.parametrize(
     ("text", "entry", "values"),
     [
-        ("snapkv", Entry("snapkv"), {}),
-        ("snapkv@wide", Entry("snapkv", (), "wide"), {}),
-        ("snapkv@a:b=1@c", Entry("snapkv", (), "a:b=1@c"), {}),
-        ("lava:kernel=31", Entry("lava", (("kernel", "31"),)), {"kernel": 31}),
+        ("snapkv", PolicySpec("snapkv"), {}),
+        ("snapkv@wide", PolicySpec("snapkv", (), "wide"), {}),
+        ("snapkv@a:b=1@c", PolicySpec("snapkv", (), "a:b=1@c"), {}),
+        ("lava:kernel=31", PolicySpec("lava", (("kernel", "31"),)), {"kernel": 31}),
         (
             "ada-snapkv:rows=max,alpha=0.20@x y",
-            Entry("ada-snapkv", (("rows", "max"), ("alpha", "0.20")), "x y"),
+            PolicySpec("ada-snapkv", (("rows", "max"), ("alpha", "0.20")), "x y"),
             {"rows": "max", "alpha": 0.2},
         ),
         ("take:take_chunk=256,n=null,t=true", None, {"take_chunk": 256, "n": "null", "t": True}),

@@ -11,7 +11,7 @@ from tests.engine.support.serving import forked_command
 from tests.inspection.pages import read as read_page
 from vllm_kvevict.inspect import inspection
 from vllm_kvevict.policies import available
-from vllm_kvevict.policy_list import Entry
+from vllm_kvevict.policy_list import PolicySpec
 
 pytestmark = pytest.mark.engine
 POLICIES = ["ada-snapkv", "kvzip", "snapkv", "take"]
@@ -104,6 +104,6 @@ def test_the_user_may_choose_the_memory(chosen, space, gets, models, monkeypatch
     settings |= {"kv_eviction": POLICIES[0], "kv_budget": BUDGET, "block_size": inspection.BLOCK}
     settings["kv_eviction_config"] = {"min_prompt": 0, "scope": "prompt", "policies": POLICIES[1:]}
     model = str(models("llama"))
-    wanted = inspection.Wanted(model, TEXT, [Entry(policy) for policy in POLICIES], BUDGET)
+    wanted = inspection.Wanted(model, TEXT, [PolicySpec(policy) for policy in POLICIES], BUDGET)
     config = EngineArgs(model=model, **settings).create_engine_config()
     assert inspection._kv_memory(wanted, settings, config) == gets

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.harness.measure import RESULTS, save
-from benchmarks.harness.soaking import Requirement
+from benchmarks.harness.scenarios import Target, show_targets
 from tests.engine.support.loads import ANSWER_POLICIES, PROMPT_POLICIES, Ask, Load
 from tests.engine.support.overtaking import MOST_OVERTAKEN, Overtaking
 from tests.engine.support.servers import (
@@ -711,16 +712,16 @@ def save_figures(name: str, found: dict[str, Any]) -> None:
     kinds = dict(sorted((kinds | {name: found}).items()))
     failures = sum(len(x["failures"]) for x in kinds.values())
     worst = [
-        Requirement("servers on which a request did not end, or broke a rule", failures),
+        Target("servers on which a request did not end, or broke a rule", failures, 0, at_most=True),
         *(
-            Requirement(what, max(x[figure] for x in kinds.values()), bound)
+            Target(what, max(x[figure] for x in kinds.values()), bound, at_most=True)
             for what, figure, bound in (
                 ("most preemptions of one request", "most_preemptions", MOST_PREEMPTIONS),
                 ("most steps that admitted others before a request", "most_overtaken", MOST_OVERTAKEN),
             )
         ),
     ]
-    targets = [requirement.as_record() for requirement in worst]
+    targets = show_targets(Console(), worst)
     command = ["python", "-m", "tests.engine.support.hostile_loads", *sys.argv[1:]]
     save(RECORD, machine.record(command, {"targets": targets, "kinds": kinds}))
 

@@ -4,7 +4,7 @@ from tests.engine.support.running import Ask
 from tests.inspection.pages import read
 from vllm_kvevict.inspect import inspection
 from vllm_kvevict.inspect.page import render
-from vllm_kvevict.policy_list import Entry
+from vllm_kvevict.policy_list import PolicySpec
 
 LENGTH, BUDGET = 300, 0.2
 ASK = Ask(LENGTH)
@@ -13,7 +13,7 @@ TEXT = " ".join(f"w{token}" for token in ASK.prompt)
 
 def page_of(llm, policies, budget=BUDGET, prefix_len=None, **how):
     """The data of the page that shows what an engine keeps of the prompt, or of chats."""
-    entries = [Entry(policy) for policy in policies]
+    entries = [PolicySpec(policy) for policy in policies]
     wanted = inspection.Wanted("tiny", "" if "chats" in how else TEXT, entries, budget, prefix_len, **how)
     return read(render(inspection.read(llm, wanted)))
 
