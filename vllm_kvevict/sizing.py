@@ -148,7 +148,7 @@ def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvev
     return 0
 
 
-def report(args: argparse.Namespace) -> str:
+def report(args: argparse.Namespace) -> str:  # noqa: C901
     """The model's figures and the table, a line without eviction first."""
     for name in ("prompt", "output", *SIZES):
         if getattr(args, name) < 1:

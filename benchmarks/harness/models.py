@@ -114,7 +114,7 @@ WINDOW = 64
 ARCHITECTURES |= {name: {"sliding_window": WINDOW, **settings} for name, settings in WINDOWED.items()}
 
 
-def make_model(
+def make_model(  # noqa: PLR0913
     path: Path | str,
     architecture: str = "llama",
     *,

@@ -45,7 +45,7 @@ class ChunkedEviction(Eviction):
             return
         kept = self._choose(step, self._follow(step, rows, window))
         for lower in range(step.layer + 1) if layer == leader else (step.layer,):
-            self.compact(lower, kept)
+            self.selection.compact(lower, kept)
 
     def _follow(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> Tensor:
         """A layer's probe, with that of this chunk."""

@@ -11,15 +11,13 @@ layers together, by queries that were kept as they came (``schedules/ring.py``).
 An eviction owns how much of each row is pinned, and its part of the ring. The schedule owns nothing.
 """
 
-import itertools
-import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_kvevict.cache.lengths import IntArray
-from vllm_kvevict.policies import Kept, LayerInputs, most_candidates, score_layer, select
+from vllm_kvevict.policies import LayerInputs, most_candidates
 from vllm_kvevict.schedules.base import RankCapacity, Schedule
 from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import LayerStep
@@ -76,35 +74,22 @@ class DecodingEviction(Eviction):
 
     def after_step(self) -> None:
         """Choose in all layers, and move what stays of the answer behind what is pinned."""
-        self._note_peak()
-        started, moving = time.perf_counter(), self._moving
-        lengths = self.evictor.cache.lengths.of(self.resident.request_slot)
-        if self.pinned is None:
-            self.pin(self.resident.tokens)
-            assert self.pinned is not None
-        kept = self._choose(lengths - self.pinned)
-        self._stored = lengths.tolist()
-        # So few entries are moved of each layer that a call for each takes longer than to move them.
-        self.compact(0, list(itertools.chain.from_iterable(kept)), self.pinned.ravel())
-        self._deciding += time.perf_counter() - started - (self._moving - moving)
-        self._report(self.resident.tokens)
+        self.note_held()
+        with self.selection.meter.decides():
+            lengths = self.evictor.cache.lengths.of(self.resident.request_slot)
+            if self.selection.pinned is None:
+                self.selection.pin(self.resident.tokens)
+            counts, windows = lengths - self.selection.pinned, self._windows()
+            self._stored = lengths.tolist()
+            for layer, of_layer in enumerate(counts):
+                window = None if windows is None else windows[layer]
+                self.selection.score(self._inputs(layer, of_layer, window), layer)
+            # So few entries are moved of each layer that a call for each takes longer than to move them.
+            self.selection.decide(int(counts.max()), at_once=True)
+        self.report(self.resident.tokens)
 
     def stored_before(self) -> list[list[int]] | None:
         return self._stored
-
-    def _choose(self, counts: IntArray) -> Kept:
-        """Which of their last entries the rows keep, counted among these.
-
-        Args:
-            counts: [layers, KV heads], entries of the answer.
-        """
-        evictor, config, windows = self.evictor, self.phase.config, self._windows()
-        scores = []
-        for layer, of_layer in enumerate(counts):
-            number = evictor.first_layer + layer
-            inputs = self._inputs(layer, of_layer, None if windows is None else windows[layer])
-            scores.append(score_layer(config, inputs, number, evictor.num_model_layers, evictor.comm))
-        return select(config, scores, int(counts.max()), evictor.comm)
 
     def _inputs(self, layer: int, counts: IntArray, window: Tensor | None) -> LayerInputs:
         evictor, slot = self.evictor, self.resident.request_slot

@@ -4,55 +4,35 @@ An eviction owns what it has recorded, and ends with its phase; nothing of it is
 the admission that it was given to.
 """
 
-import dataclasses
-import itertools
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from vllm_kvevict.cache.lengths import IntArray
-from vllm_kvevict.policies import Kept, LayerScores, cuts, score_layer, select, whole_model
 from vllm_kvevict.schedules.evictor import Evictor
-from vllm_kvevict.schedules.inputs import Collected, FreshEntries, LayerStep, LayerTokens
-from vllm_kvevict.schedules.plan import Admission, Phase, Plan
+from vllm_kvevict.schedules.inputs import Collected, LayerStep, LayerTokens
+from vllm_kvevict.schedules.plan import Phase
 from vllm_kvevict.schedules.reports import (
     Answered,
     ArbiterAnswer,
-    Claim,
-    Claimed,
     ExtraTokens,
-    LayerWeights,
     PartOfEviction,
     Report,
 )
 from vllm_kvevict.schedules.ring import KeptQueries
+from vllm_kvevict.schedules.selection import Selection, StoredRequest
 from vllm_kvevict.schedules.step_rows import ExtraRows, QueryRows
 
 
 @dataclass
-class ResidentRequest:
-    """A request that holds pages here.
+class ResidentRequest(StoredRequest):
+    """A request that holds pages here, and is evicted.
 
     Attributes:
-        admission: what the scheduler decided.
-        request_slot: the request's place in the cache.
-        tokens: tokens stored so far, the running step's included.
         eviction: of the phase that it is in, None before its first step and between phases.
     """
 
-    admission: Admission
-    request_slot: int
-    tokens: int = 0
     eviction: "Eviction | None" = None
-
-    @property
-    def plan(self) -> Plan:
-        """When and how it is evicted."""
-        return self.admission.plan
 
     def end_eviction(self) -> None:
         """Nothing of its eviction is left: that knows its request, so it would stay until Python looks for circles."""
@@ -76,26 +56,16 @@ class Eviction(ABC):
 
     Attributes:
         collected: what the policy will read.
-        scores: of the layers done, where the decision needs further ones.
+        selection: what is kept.
         scratch: request slot that the running step's repeat sees instead, if that is not all of the prompt.
-        pinned: int64 [layers, KV heads] of the rank, entries at the front of each row that stay since they were stored
-            before the phase; None while nothing is pinned, or it is not known yet.
     """
 
     def __init__(self, evictor: Evictor, resident: ResidentRequest, phase: Phase):
         self.evictor, self.resident, self.phase = evictor, resident, phase
-        self.collected = Collected()
-        self.scores: list[LayerScores] = []
+        self.collected, self.selection = Collected(), Selection(evictor, resident, phase)
         self.scratch: int | None = None
-        self.pinned: IntArray | None = None
-        self._trimmed: dict[int, list[Tensor]] = {}
-        """By local layer and head the positions stored, while a cascade trims what single steps of it keep."""
-        self._not_stored: FreshEntries | None = None
-        """What the layer has that has just attended, until it stores what it keeps of that."""
         self._position = 0
         """Of the eviction that was begun last."""
-        self._freed_pages = self._peak_pages = 0
-        self._deciding = self._moving = 0.0
 
     # What a schedule says.
 
@@ -155,8 +125,8 @@ class Eviction(ABC):
         """
         before, after = self.resident.tokens, self.resident.tokens + rows.stop - rows.start
         position = self.phase.next_eviction(before)
-        if self.phase.pins and self.pinned is None:
-            self.pin(after)
+        if self.phase.pins and self.selection.pinned is None:
+            self.selection.pin(after)
         # The window may straddle steps: its queries are kept as they come.
         first = self.window(position).start
         target = slice(max(before, first) - first, max(after, first) - first)
@@ -183,45 +153,39 @@ class Eviction(ABC):
                                      or send_tally            or by the cut, found in a few such rounds
         after the last layer         report; where an answer is still to come, once it is decided by that
         """
-        self._note_peak()
-        started, moving = time.perf_counter(), self._moving
-        self._not_stored = step.not_stored.get(self.resident.request_slot)
-        tokens = self.tokens(step, rows.rows)
-        window = self.collected.add(self.evictor.sources, tokens, rows.target, rows.window, rows.evicts)
-        self.after_layer(step, rows, window)
-        assert self._not_stored is None, "a layer that stores what is kept was not evicted"
-        self._deciding += time.perf_counter() - started - (self._moving - moving)
+        self.note_held()
+        with self.selection.meter.decides():
+            self.selection.not_stored = step.not_stored.get(self.resident.request_slot)
+            tokens = self.tokens(step, rows.rows)
+            window = self.collected.add(self.evictor.sources, tokens, rows.target, rows.window, rows.evicts)
+            self.after_layer(step, rows, window)
+        assert self.selection.not_stored is None, "a layer that stores what is kept was not evicted"
         if not rows.evicts or not self.evictor.is_last(step.layer):
             return
         self._position = self.resident.tokens
         if self._position == self.phase.end:
             self.collected = Collected()
-        if not self.scores:
-            self._report(self._position)
+        if not self.selection.scores:
+            self.report(self._position)
 
-    def _note_peak(self) -> None:
+    def note_held(self) -> None:
+        """Measure what the request holds before it is evicted."""
         cache = self.evictor.cache
         held = cache.held(self.resident.request_slot) + cache.borrowed(self.resident.request_slot)
         if self.scratch is not None:
             held += cache.held(self.scratch)
-        self._peak_pages = max(self._peak_pages, held)
+        self.selection.meter.note_held(held)
 
     def answer(self, answer: ArbiterAnswer) -> None:
         """Go on where no rank can decide alone; answers to an older admission do not count."""
         if answer.epoch != self.resident.admission.epoch:
             return
-        started, moving = time.perf_counter(), self._moving
-        self.on_answer(answer.said)
-        self._deciding += time.perf_counter() - started - (self._moving - moving)
-        if not self.scores:
-            self._report(self._position)
+        with self.selection.meter.decides():
+            self.on_answer(answer.said)
+        if not self.selection.scores:
+            self.report(self._position)
 
-    # What `after_layer` and `on_answer` are made of.
-
-    def pin(self, tokens: int) -> None:
-        """What stands before the phase's own entries stays, of a request with rows of so many tokens."""
-        lengths = self.evictor.cache.lengths.of(self.resident.request_slot)
-        self.pinned = lengths - (tokens - self.phase.begins)
+    # What `after_layer` and `on_answer` are made of, beside the selection.
 
     def tokens(self, step: LayerStep, rows: slice) -> LayerTokens:
         """The request's rows in a layer, as its inputs are collected from them."""
@@ -236,92 +200,17 @@ class Eviction(ABC):
             resident.tokens - phase.begins - query.shape[1],
             query,
             phase.begins,
-            None if self.pinned is None else self.pinned[step.layer],
+            None if self.selection.pinned is None else self.selection.pinned[step.layer],
         )
 
     def score(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
-        """Add a layer's scores to those before.
+        """Score a layer by what was collected of it.
 
         Args:
             window: queries of the window, [w, Hq, d], where the policy reads them.
         """
-        evictor, tokens = self.evictor, self.tokens(step, rows.rows)
-        inputs = self.collected.of_layer(evictor.sources, tokens, window)
-        layer = evictor.first_layer + step.layer
-        scores = score_layer(self.phase.config, inputs, layer, evictor.num_model_layers, evictor.comm)
-        self.scores.append(scores)
-        if evictor.observer is not None:
-            evictor.observer.on_scores(self.resident.admission, scores)
-
-    def decide(self) -> None:
-        """Decide for the layers scored so far and move their survivors."""
-        self._settle(select(self.phase.config, self.scores, self.phase.n, self.evictor.comm))
-
-    def decide_by_budgets(self, budgets: Sequence[int]) -> None:
-        """As :meth:`decide`.
-
-        Args:
-            budgets: candidates per KV head of every layer of the model.
-        """
-        self.scores = [dataclasses.replace(x, budget=budgets[x.layer]) for x in self.scores]
-        self.decide()
-
-    def decide_by_cut(self, cut: int) -> None:
-        """As :meth:`decide`, for candidates of the whole model from an order key on."""
-        config, n = self.phase.config, self.phase.n
-        self._settle(whole_model.select_above(config, self.scores, n, cut, self.evictor.comm))
-
-    def _settle(self, chosen: Kept) -> None:
-        """Move the survivors of the layers scored so far; the eviction is decided with that."""
-        self._keep(self.scores, chosen)
-        self.scores, self._trimmed = [], {}
-
-    def trim(self, budgets: Sequence[int]) -> None:
-        """Compact the layers scored so far to what they may still keep once all are.
-
-        Args:
-            budgets: candidates per KV head of each of them.
-        """
-        layers = [dataclasses.replace(x, budget=y) for x, y in zip(self.scores, budgets, strict=True)]
-        chosen = select(self.phase.config, layers, self.phase.n, self.evictor.comm)
-        self._keep(layers, chosen)
-        first = self.evictor.first_layer
-        self._trimmed = {x.layer - first: kept for x, kept in zip(layers, chosen, strict=True)}
-
-    def send_weights(self) -> None:
-        """Tell the scheduler what this stage's layers are worth; it answers with budgets."""
-        weights = torch.stack([torch.as_tensor(x.weight, dtype=torch.float64) for x in self.scores])
-        self._claim(LayerWeights(self.evictor.first_layer, weights.tolist()))
-
-    def send_tally(self, question: cuts.CutQuery) -> None:
-        """Tell the scheduler how this rank's candidates answer a question; it answers with another one, or the cut."""
-        comm, told = self.evictor.comm, cuts.NO_KEYS
-        if comm is None or comm.is_first_replica:
-            order = whole_model.order_of(self.phase.config, self.scores, self.phase.n, comm)
-            told = cuts.tally(order, question)
-        self._claim(told)
-
-    def _claim(self, said: Claimed) -> None:
-        admission = self.resident.admission
-        self.evictor.claims[admission.request_id] = Claim(admission.epoch, said)
-
-    def compact(self, layer: int, kept: Sequence[Tensor], first: IntArray | None = None) -> None:
-        """Move what a layer keeps to the front of its rows, or what several layers from it on do; or store it.
-
-        Args:
-            kept: of each row, layer by layer, the entries that stay: int64, ascending, counted within the row.
-            first: of each row, the entries at its front that stay where they are; ``kept`` counts those behind them.
-        """
-        evictor, resident = self.evictor, self.resident
-        if evictor.observer is not None:
-            evictor.observer.on_compaction(resident.admission, resident.tokens, layer, kept, first)
-        started, entries = time.perf_counter(), self._not_stored
-        if entries is None or entries.layer != layer:
-            self._freed_pages += evictor.cache.compact(resident.request_slot, layer, kept, first)
-        else:
-            self._freed_pages += evictor.cache.store(resident.request_slot, *entries, kept)
-            self._not_stored = None
-        self._moving += time.perf_counter() - started
+        tokens = self.tokens(step, rows.rows)
+        self.selection.score(self.collected.of_layer(self.evictor.sources, tokens, window), step.layer)
 
     def open_scratch(self, entries: Tensor) -> int:
         """Open a request slot with copies of some of the request's entries (int64, of each row), for one step."""
@@ -334,31 +223,13 @@ class Eviction(ABC):
         """Drop what the running step stored beside the prompt's own entries."""
         cache, slot = self.evictor.cache, self.resident.request_slot
         if self.scratch is None:
-            own = cache.lengths.of(slot) - (0 if self.pinned is None else self.pinned)
+            own = cache.lengths.of(slot) - (0 if self.selection.pinned is None else self.selection.pinned)
             cache.truncate([slot], [int(own.max()) - self.phase.n])
             return
         cache.close([self.scratch])
         self.scratch = None
 
-    def _keep(self, layers: Sequence[LayerScores], chosen: Kept) -> None:
-        """Compact layers to the chosen positions."""
-        first = self.evictor.first_layer
-        if self.evictor.cache.uses_triton and not self._trimmed:
-            # The layers scored are consecutive. On a CPU one after the other needs less memory.
-            self._compact_scored(layers[0].layer - first, list(itertools.chain.from_iterable(chosen)))
-            return
-        for scores, kept in zip(layers, chosen, strict=True):
-            layer = scores.layer - first
-            if layer in self._trimmed:
-                kept = [torch.searchsorted(*pair) for pair in zip(self._trimmed[layer], kept, strict=True)]
-            self._compact_scored(layer, kept)
-
-    def _compact_scored(self, layer: int, kept: Sequence[Tensor]) -> None:
-        """As :meth:`compact`; what is kept counts from the phase's first entry."""
-        row = layer * self.evictor.cache.num_kv_heads
-        self.compact(layer, kept, None if self.pinned is None else self.pinned.ravel()[row : row + len(kept)])
-
-    def _report(self, position: int) -> None:
+    def report(self, position: int) -> None:
         """Tell the scheduler what the request holds now; and what was done, if the eviction is complete."""
         evictor, admission = self.evictor, self.resident.admission
         if evictor.observer is not None:
@@ -375,26 +246,24 @@ class Eviction(ABC):
 
     def stored_before(self) -> list[list[int]] | None:
         """[layers][KV heads], entries before the eviction; None where these were all tokens of each row."""
-        stored: list[list[int]] | None = (
-            None if self.pinned is None else (self.pinned + self.phase.n).tolist()
-        )
-        return stored
+        pinned = self.selection.pinned
+        return None if pinned is None else (pinned + self.phase.n).tolist()
 
     def _part(self, kept: list[list[int]]) -> PartOfEviction:
         """What was done on this rank since the last complete eviction."""
+        meter, pinned = self.selection.meter, self.selection.pinned
         part = PartOfEviction(
             policy=self.phase.config.label,
-            freed_pages=self._freed_pages,
-            peak_pages=self._peak_pages,
+            freed_pages=meter.freed_pages,
+            peak_pages=meter.peak_pages,
             first_layer=self.evictor.first_layer,
             first_head=self.evictor.comm.local_heads.start if self.evictor.comm else 0,
             kept=kept,
-            decision_seconds=self._deciding,
-            compaction_seconds=self._moving,
+            decision_seconds=meter.deciding,
+            compaction_seconds=meter.moving,
             stored=self.stored_before(),
-            pinned=None if self.pinned is None else self.pinned.tolist(),
+            pinned=None if pinned is None else pinned.tolist(),
             phase="decode" if self.phase.of_answer else "prefill",
         )
-        self._freed_pages = self._peak_pages = 0
-        self._deciding = self._moving = 0.0
+        meter.start()
         return part

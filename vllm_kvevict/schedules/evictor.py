@@ -35,7 +35,7 @@ class Observer(Protocol):
         """A layer of a request with so many tokens, or several from it on, is about to be compacted.
 
         Args:
-            kept, first: as of :meth:`Eviction.compact`.
+            kept, first: as of :meth:`Selection.compact`.
         """
 
     def on_eviction(self, admission: Admission, tokens: int) -> None:

@@ -55,9 +55,9 @@ class EvictionByRepeat(EvictionByScore):
 
     def _seen(self, extra: ExtraTokens) -> Tensor:
         """The entries over which a chunk's scores are taken, beside the repeat's own: int64 [rows or 1, N]."""
-        device, chunk = self.evictor.cache.device, self._of_phase(extra)
+        device, chunk, pinned = self.evictor.cache.device, self._of_phase(extra), self.selection.pinned
         first = torch.arange(self._sinks_before(chunk), device=device)
-        before = torch.zeros(1) if self.pinned is None else torch.from_numpy(self.pinned.ravel())
+        before = torch.zeros(1) if pinned is None else torch.from_numpy(pinned.ravel())
         own = before.to(device, torch.int64)[:, None] + torch.arange(chunk.start, chunk.stop, device=device)
         return torch.cat((first.expand(len(own), -1), own), 1)
 
@@ -85,9 +85,9 @@ class EvictionByRepeat(EvictionByScore):
         Where earlier parts were evicted these are what is left of them at the front, attention sinks first.
         """
         sinks: int = self.resident.plan.config.params["sinks"]
-        if self.pinned is None:
+        if self.selection.pinned is None:
             return min(sinks, chunk.start)
-        return min(sinks, MOST_SINKS, int(self.pinned.min()))
+        return min(sinks, MOST_SINKS, int(self.selection.pinned.min()))
 
     def _seen_keys(self, tokens: LayerTokens, first: int, chunk: slice, count: int) -> Tensor:
         """The keys over which a chunk's scores are taken, [Hkv, N, d]: the first ones, the chunk's, the repeat's."""

@@ -70,15 +70,15 @@ class EvictionByWeight(Eviction):
         self.score(step, rows, window)
         last = self.evictor.is_last(step.layer)
         if last and self.evictor.has_all_layers:
-            self.decide()
+            self.selection.decide()
         elif self.resident.admission.by_layer:
-            self.trim(provisional_budgets(self.phase.config, self.scores, self.phase.n))
+            self.selection.trim(provisional_budgets(self.phase.config, self.selection.scores, self.phase.n))
         elif last:
-            self.send_weights()
+            self.selection.send_weights()
 
     def on_answer(self, answer: Answered) -> None:
         assert isinstance(answer, Sequence)
-        self.decide_by_budgets(answer)
+        self.selection.decide_by_budgets(answer)
 
 
 class ByWeight(Schedule):
@@ -151,16 +151,16 @@ class EvictionByScore(Eviction):
     def decide_together(self) -> None:
         """Decide for all layers of the model, with the other stages if there are any."""
         if self.evictor.has_all_layers:
-            self.decide()
+            self.selection.decide()
         else:
-            self.send_tally(CutQuery())
+            self.selection.send_tally(CutQuery())
 
     def on_answer(self, answer: Answered) -> None:
         if isinstance(answer, CutQuery):
-            self.send_tally(answer)
+            self.selection.send_tally(answer)
         else:
             assert isinstance(answer, int)
-            self.decide_by_cut(answer)
+            self.selection.decide_by_cut(answer)
 
 
 class ByScore(Schedule):

@@ -24,7 +24,7 @@ class WholeEviction(Eviction):
         self.score(step, rows, window)
         early = _decides_in_each_layer(self.phase.config, self.evictor.is_asynchronous)
         if early or self.evictor.is_last(step.layer):
-            self.decide()
+            self.selection.decide()
 
 
 class Whole(Schedule):

@@ -34,7 +34,7 @@ class EvictionEvery64(Eviction):
             cache = self.evictor.cache
             stored = cache.lengths.shortest(self.resident.request_slot, step.layer)
             kept = torch.tensor(survivors(list(range(stored))))
-            self.compact(step.layer, [kept] * cache.num_kv_heads)
+            self.selection.compact(step.layer, [kept] * cache.num_kv_heads)
 
 
 class Every64(Schedule):

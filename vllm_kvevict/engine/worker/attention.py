@@ -44,7 +44,7 @@ def _refuse(kinds: dict[str, bool]) -> None:
 class RaggedImpl(AttentionImpl):
     """Attention of one layer."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  as vLLM calls it
         self,
         num_heads: int,
         head_size: int,
