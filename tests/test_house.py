@@ -298,6 +298,22 @@ def test_a_name_has_one_meaning() -> None:
     assert not {name: count for name, count in Counter(classes).items() if count > 1}
 
 
+def looks_into_the_store(module: str, tree: ast.Module) -> Iterator[str]:
+    parts = re.compile(r"\bshared\.(compressed|uncompressed|tails|_\w+)$")
+    yield from (
+        ast.unparse(x)
+        for x in ast.walk(tree)
+        if isinstance(x, ast.Attribute) and parts.search(ast.unparse(x))
+    )
+
+
+def test_the_ledger_sees_one_store() -> None:
+    check = looks_into_the_store
+    assert finds(check, "x", "self.shared.tails.adopt(account)") == ["self.shared.tails"]
+    assert not finds(check, "x", "self.shared.publish(account)")
+    hold(offenders(check, "engine.scheduler.ledger", "engine.scheduler.check"))
+
+
 def makes_a_message(module: str, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (node.args or node.keywords):

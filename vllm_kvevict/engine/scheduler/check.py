@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from vllm_kvevict.engine.messages import Holdings
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
-from vllm_kvevict.engine.scheduler.nodes import Entry
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 
 
@@ -41,7 +40,7 @@ def verify(
             _compare(rank, what, pages, count.at(tokens))
         elif count.pages > pages + count.rows * (ahead + count.page_size - 1) // count.page_size:
             _compare(rank, what, pages, count.pages)
-    _verify_cached(rank, index, actual.prefixes, shared, books.ranks[index].rows)
+    _verify_cached(rank, index, actual.prefixes, shared)
     total = sum(account.held[index] for account in accounts.values())
     if total != books.used[index]:
         raise RuntimeError(
@@ -49,25 +48,13 @@ def verify(
         )
 
 
-def _verify_cached(rank: int, index: int, actual: Mapping[int, int], shared: SharedStore, rows: int) -> None:
+def _verify_cached(rank: int, index: int, actual: Mapping[int, int], shared: SharedStore) -> None:
     """Compare what is cached with what a rank holds of it: pages by number."""
-    for prefix in shared.compressed:
-        if prefix.is_ready:
-            _compare(
-                rank, f"compressed prefix {prefix.number}", actual.get(prefix.number, 0), prefix.held[index]
-            )
-    for segment in shared.uncompressed.segments:
-        _compare_seen(rank, actual, f"segment {segment.number}", segment, segment.columns * rows)
-    for tail in shared.tails:
-        _compare_seen(rank, actual, f"tail {tail.number}", tail, tail.held[index])
-
-
-def _compare_seen(rank: int, actual: Mapping[int, int], what: str, entry: Entry, expected: int) -> None:
-    """Compare what is cached of an entry that a step in flight may still make."""
-    pages = actual.get(entry.number, 0)
-    if pages or rank in entry.seen_on:
-        _compare(rank, what, pages, expected)
-        entry.seen_on.add(rank)
+    for entry, kind, expected, is_made in shared.holdings(index):
+        pages = actual.get(entry.number, 0)
+        if is_made or pages or rank in entry.seen_on:
+            _compare(rank, f"{kind} {entry.number}", pages, expected)
+            entry.seen_on.add(rank)
 
 
 def _compare(rank: int, what: str, pages: int, expected: int) -> None:

@@ -185,9 +185,7 @@ class PageLedger(KVCacheManager):
                 return None
         computed = request.num_computed_tokens + num_new_computed_tokens
         tokens = min(computed + num_new_tokens, self.max_model_len)
-        if account.is_reading:
-            self.shared.uncompressed.let_copy_if_idle(request, account, tokens)
-        need = self.shared.make_room(account, tokens, is_new)
+        need = self.shared.before_growth(request, account, tokens, is_new)
         if need is None:
             if list(self.accounts) == [request.request_id] and not self.awaits_reports:
                 # Nobody else has pages to give, so a replay would end up here again.
@@ -201,10 +199,9 @@ class PageLedger(KVCacheManager):
         if is_new:
             self._admit(request, account)
         self.books.hold(account, need)
-        if account.is_reading:
-            self.shared.uncompressed.publish(request, account, tokens)
+        self.shared.publish(request, account, tokens)
         if account.advance(tokens, self.max_model_len, self.books.ranks):
-            self.shared.compressed.store(request.request_id, account)
+            self.shared.store(request, account)
         return blocks
 
     def _may_begin(self, request: Request, account: Account) -> bool:
@@ -231,7 +228,7 @@ class PageLedger(KVCacheManager):
 
     def _admit(self, request: Request, account: Account) -> None:
         """Open the request's account for good; the workers hear of it with this step."""
-        name, prefix, segment = request.request_id, account.prefix, account.segment
+        name = request.request_id
         self.requests.admit(request, account)
         self.adapters.acquire(request)
         self.outbox.admit(
@@ -241,16 +238,14 @@ class PageLedger(KVCacheManager):
                 account.plan,
                 account.terms.by_layer,
                 account.reserved_at,
-                () if prefix is None else tuple(entry.number for entry in prefix.chain())[::-1],
-                None if account.tail is None else account.tail.number,
-                segment.parts(self.shared.uncompressed.columns_of(account)) if segment else (),
+                *self.shared.numbers_of(account),
                 account.tokens,
             )
         )
         if account.reserved_at is not None:
             self.reserve.acquire(name, account.reserved_at, account.reserved(self.head_dims))
         self.limits.limit(request, account, self.bounds, self.max_model_len)
-        if prefix is not None:
+        if account.prefix is not None:
             self.requests.keep(name, account)
         self.shared.begin(request, account)
 
@@ -310,12 +305,10 @@ class PageLedger(KVCacheManager):
         """Take over a rank's counts after an eviction; of a request that is gone or older, there are none."""
         index = self.ranks.index(rank)
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
-        prefix = self.shared.compressed.produced_by(request_id, report.epoch, report.tokens)
-        if prefix is not None:
-            self.shared.compressed.on_report(prefix, index, count, report.filled)
+        prefix = self.shared.on_report(request_id, index, count, report)
         account = self.accounts.get(request_id)
         if account is None or account.epoch != report.epoch:
-            self.shared.compressed.drop_invalid()
+            self.shared.drop_invalid()
             return
         phase = account.plan.phase_of(report.tokens)
         if phase is not None and phase.of_answer:
@@ -331,13 +324,11 @@ class PageLedger(KVCacheManager):
             need = account.on_complete_report(index, count, most, prefix)
         self.books.hold(account, need)
         if prefix is not None and prefix.is_ready:
-            self.shared.compressed.retain(prefix, request_id, account.prefix)
-            account.retain(prefix)
-            self.shared.compressed.drop_invalid()
+            self.shared.go_on_behind(prefix, request_id, account)
         if phase is not None and not account.awaits_reports:
             self.requests.keep(request_id, account)
         if phase is not None and account.is_evicted:
-            self.shared.uncompressed.end_copying(account)
+            self.shared.end_copying(account)
             request = self.requests.in_flight[request_id]
             self.limits.limit(request, account, self.bounds, self.max_model_len)
 
@@ -350,10 +341,7 @@ class PageLedger(KVCacheManager):
     @property
     def awaits_reports(self) -> bool:
         """Whether a dispatched eviction has not been reported yet, so that pages will come back by themselves."""
-        return (
-            any(account.awaits_reports for account in self.accounts.values())
-            or self.shared.compressed.awaits_reports
-        )
+        return any(account.awaits_reports for account in self.accounts.values()) or self.shared.awaits_reports
 
     def verify(self, rank: int, actual: Holdings) -> None:
         """Compare with what a rank really holds at the end of its step. Raises RuntimeError if that differs."""

@@ -5,14 +5,17 @@ tokens with a part of the pages. What goes first are segments, then tails, then 
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 
 from vllm.v1.request import Request
 
+from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.engine.messages import Report
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import Found
 from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.nodes import Entry, Prefix
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
@@ -140,6 +143,66 @@ class SharedStore:
         if producer is not None:
             producer.priority = min(producer.priority, request.priority)
         return prefix.number
+
+    # What a request gives and gets as it grows.
+
+    def numbers_of(self, account: Account) -> tuple[tuple[int, ...], int | None, tuple[tuple[int, int], ...]]:
+        """What a request begins with, as workers call it: prefixes, the tail, segments; as of :class:`Admission`."""
+        prefix, tail, segment = account.prefix, account.tail, account.segment
+        prefixes = () if prefix is None else tuple(entry.number for entry in prefix.chain())[::-1]
+        segments = segment.parts(self.uncompressed.columns_of(account)) if segment else ()
+        return prefixes, None if tail is None else tail.number, segments
+
+    def before_growth(self, request: Request, account: Account, tokens: int, is_new: bool) -> Need | None:
+        """As :meth:`make_room`, and whether what is evicted then stays for others."""
+        if account.is_reading:
+            self.uncompressed.let_copy_if_idle(request, account, tokens)
+        return self.make_room(account, tokens, is_new)
+
+    def publish(self, request: Request, account: Account, tokens: int) -> None:
+        """Leave uncompressed what the step that ends at ``tokens`` has read, before it is evicted."""
+        if account.is_reading:
+            self.uncompressed.publish(request, account, tokens)
+
+    def store(self, request: Request, account: Account) -> None:
+        """The step evicts a request's prompt, or a part of it: others may begin with what is left."""
+        self.compressed.store(request.request_id, account)
+
+    def on_report(self, request_id: str, index: int, count: PageCount, report: Report) -> Prefix | None:
+        """A rank has evicted a request and holds so much of it; the prefix that it has left with that, if any."""
+        prefix = self.compressed.produced_by(request_id, report.epoch, report.tokens)
+        if prefix is not None:
+            self.compressed.on_report(prefix, index, count, report.filled)
+        return prefix
+
+    def drop_invalid(self) -> None:
+        """Drop what no further request may begin with, as soon as that can be."""
+        self.compressed.drop_invalid()
+
+    def go_on_behind(self, prefix: Prefix, request_id: str, account: Account) -> None:
+        """A request uses the prefix that it has left itself."""
+        self.compressed.retain(prefix, request_id, account.prefix)
+        account.retain(prefix)
+        self.compressed.drop_invalid()
+
+    def end_copying(self, account: Account) -> None:
+        """A request was evicted on every rank, and has copied what it keeps."""
+        self.uncompressed.end_copying(account)
+
+    @property
+    def awaits_reports(self) -> bool:
+        """Whether entries are being stored that no request in flight may stand for."""
+        return self.compressed.awaits_reports
+
+    def holdings(self, index: int) -> Iterator[tuple[Entry, str, int, bool]]:
+        """Of each entry its kind, the pages of a rank that it holds, and whether no step in flight is to make it."""
+        for prefix in self.compressed:
+            if prefix.is_ready:
+                yield prefix, "compressed prefix", prefix.held[index], True
+        for segment in self._segments:
+            yield segment, "segment", segment.columns * self._books.ranks[index].rows, False
+        for tail in self.tails:
+            yield tail, "tail", tail.held[index], False
 
     # What goes.
 
