@@ -16,7 +16,7 @@ def left_by(cache, tokens):
     cache.loans.freeze(1, slot)
     append(cache, slot, tokens)
     content = entries(cache, slot)
-    cache.loans.leave(2, slot)
+    cache.loans.freeze_tail(2, slot)
     return slot, content
 
 
@@ -94,14 +94,14 @@ def test_a_tail_behind_two_entries_and_behind_none_that_is_full(cache):
     cache.loans.freeze(2, donor)
     append(cache, donor, 33)
     content = entries(cache, donor)
-    cache.loans.leave(3, donor)
+    cache.loans.freeze_tail(3, donor)
     cache.close([donor])
     assert is_beginning(cache, cache.open([(1, None), (2, None)], 3), content)
     small = read(cache, 50, [31, 1, 5, 7])
     cache.loans.freeze(4, small)
     append(cache, small, 20)
     content = entries(cache, small)
-    cache.loans.leave(5, small)
+    cache.loans.freeze_tail(5, small)
     cache.close([small])
     assert is_beginning(cache, cache.open([(4, None)], 5), content)
     cache.verify()
@@ -120,9 +120,9 @@ def test_a_tail_that_is_dropped_leaves_the_chain_alone(cache):
 def test_what_is_refused_changes_nothing(cache):
     slot, _ = left_by(cache, 40)
     with pytest.raises(ValueError, match="holds no pages of its own"):
-        cache.loans.leave(3, slot)
+        cache.loans.freeze_tail(3, slot)
     with pytest.raises(ValueError, match="there is a shared entry 2"):
-        cache.loans.leave(2, read(cache, 10))
+        cache.loans.freeze_tail(2, read(cache, 10))
     for number, tokens in ((1, 1), (2, 0), (2, 75)):
         with pytest.raises(ValueError, match=f"{tokens} tokens of shared entry {number} cannot be dropped"):
             cache.loans.cut(number, tokens)

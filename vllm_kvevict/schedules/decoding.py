@@ -77,9 +77,7 @@ class DecodingEviction(Eviction):
         self.note_held()
         with self.selection.meter.decides():
             lengths = self.evictor.cache.lengths.of(self.resident.request_slot)
-            if self.selection.pinned is None:
-                self.selection.pin(self.resident.tokens)
-            counts, windows = lengths - self.selection.pinned, self._windows()
+            counts, windows = lengths - self.selection.pin(self.resident.tokens), self._windows()
             self._stored = lengths.tolist()
             for layer, of_layer in enumerate(counts):
                 window = None if windows is None else windows[layer]

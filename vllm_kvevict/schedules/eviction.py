@@ -125,7 +125,7 @@ class Eviction(ABC):
         """
         before, after = self.resident.tokens, self.resident.tokens + rows.stop - rows.start
         position = self.phase.next_eviction(before)
-        if self.phase.pins and self.selection.pinned is None:
+        if self.phase.pins:
             self.selection.pin(after)
         # The window may straddle steps: its queries are kept as they come.
         first = self.window(position).start
@@ -155,7 +155,7 @@ class Eviction(ABC):
         """
         self.note_held()
         with self.selection.meter.decides():
-            self.selection.not_stored = step.not_stored.get(self.resident.request_slot)
+            self.selection.begin_layer(step.not_stored.get(self.resident.request_slot))
             tokens = self.tokens(step, rows.rows)
             window = self.collected.add(self.evictor.sources, tokens, rows.target, rows.window, rows.evicts)
             self.after_layer(step, rows, window)

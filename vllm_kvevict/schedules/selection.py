@@ -61,6 +61,11 @@ class Meter:
         """A request holds so many."""
         self.peak_pages = max(self.peak_pages, pages)
 
+    def note_freed(self, pages: int, seconds: float) -> None:
+        """It has given back so many, which took so long."""
+        self.freed_pages += pages
+        self.moving += seconds
+
     @contextlib.contextmanager
     def decides(self) -> Iterator[None]:
         """Time what is done meanwhile, without what is moved meanwhile."""
@@ -93,10 +98,16 @@ class Selection:
         self._trimmed: dict[int, list[Tensor]] = {}
         """By local layer and head the positions stored, while a cascade trims what single steps of it keep."""
 
-    def pin(self, tokens: int) -> None:
-        """What stands before the phase's own entries stays, of a request with rows of so many tokens."""
-        lengths = self.evictor.cache.lengths.of(self.resident.request_slot)
-        self.pinned = lengths - (tokens - self.phase.begins)
+    def pin(self, tokens: int) -> IntArray:
+        """What stands before the phase's own entries stays; found at the first call, with rows of so many tokens."""
+        if self.pinned is None:
+            lengths = self.evictor.cache.lengths.of(self.resident.request_slot)
+            self.pinned = lengths - (tokens - self.phase.begins)
+        return self.pinned
+
+    def begin_layer(self, entries: FreshEntries | None) -> None:
+        """A layer has attended, and has these entries that are not stored; None if all are."""
+        self.not_stored = entries
 
     def score(self, inputs: LayerInputs, layer: int) -> None:
         """Add a layer's scores to those before.
@@ -176,16 +187,16 @@ class Selection:
             kept: of each row, layer by layer, the entries that stay: int64, ascending, counted within the row.
             first: of each row, the entries at its front that stay where they are; ``kept`` counts those behind them.
         """
-        evictor, resident, meter = self.evictor, self.resident, self.meter
+        evictor, resident = self.evictor, self.resident
         if evictor.observer is not None:
             evictor.observer.on_compaction(resident.admission, resident.tokens, layer, kept, first)
         started, entries = time.perf_counter(), self.not_stored
         if entries is None or entries.layer != layer:
-            meter.freed_pages += evictor.cache.compact(resident.request_slot, layer, kept, first)
+            freed = evictor.cache.compact(resident.request_slot, layer, kept, first)
         else:
-            meter.freed_pages += evictor.cache.store(resident.request_slot, *entries, kept)
+            freed = evictor.cache.store(resident.request_slot, *entries, kept)
             self.not_stored = None
-        meter.moving += time.perf_counter() - started
+        self.meter.note_freed(freed, time.perf_counter() - started)
 
     def _keep(self, layers: Sequence[LayerScores], chosen: Kept, at_once: bool = False) -> None:
         """Compact layers to the chosen positions."""

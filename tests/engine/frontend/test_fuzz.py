@@ -374,7 +374,9 @@ def test_fields_of_requests(processor, request_fields):
         return
     with pytest.raises(VLLMValidationError) as error:
         process()
-    assert error.value.parameter in wrong
+    # vLLM itself refuses integers of more than 64 bits.
+    is_huge = any(isinstance(value, int) and not -(2**63) <= value < 2**64 for value in fields.values())
+    assert error.value.parameter in wrong or (is_huge and error.value.parameter == "extra_args")
     # vLLM appends the value as it is.
     sentence, _, _ = str(error.value).partition(" (parameter=")
     assert sentence.startswith(error.value.parameter) and "\n" not in sentence

@@ -272,7 +272,7 @@ def count_users_of_the_last_alone(monkeypatch) -> None:
     count = CompressedPrefixes._count_refs
     monkeypatch.setattr(
         CompressedPrefixes,
-        "_count_users",
+        "_count_refs",
         lambda cache, prefix, more, before=None: count(cache, prefix, more, prefix.parent),
     )
 

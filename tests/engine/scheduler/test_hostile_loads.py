@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.support import hostile_loads
+from tests.engine.support import hostile_loads, loads
 from tests.engine.support.choices import Choices
 from tests.engine.support.hostile_loads import WINDOW, Outcome, crowded, load_of, play, play_many, summary
 from tests.engine.support.loads import Ask, Load
@@ -175,14 +175,14 @@ def test_what_was_read_for_another_salt_is_found(monkeypatch: pytest.MonkeyPatch
     """The control: prompts that begin alike count as the same, whatever their salt is."""
     failures = [play(load_of(seed, ["salts"]), seed).failure for seed in range(6)]
     assert not any(failures)
-    plain = hostile_loads.make_request
+    plain = loads.make_request
 
     def unsalted(*args: Any) -> Any:
         request = plain(*args[:6])
         request.cache_salt = args[6]
         return request
 
-    monkeypatch.setattr(hostile_loads, "make_request", unsalted)
+    monkeypatch.setattr(loads, "make_request", unsalted)
     failures = [play(load_of(seed, ["salts"]), seed).failure for seed in range(6)]
     assert any(failure and "begins with what was read for" in failure for failure in failures), failures
 

@@ -66,7 +66,7 @@ class Watched(Simulation):
 
     def _watch_room(self) -> None:
         shared, books = self.ledger.shared, self.ledger.books
-        make_room = shared.make_room
+        make_room = shared._make_room
 
         def made(account: Account, tokens: int, is_new: bool) -> Need | None:
             new = account if is_new else None
@@ -75,7 +75,7 @@ class Watched(Simulation):
             assert (need is not None) == is_enough, "there is other room than what is dropped leaves"
             return need
 
-        shared.make_room = made
+        shared._make_room = made
 
     def step(self) -> SchedulerOutput:
         unused = self._unused()

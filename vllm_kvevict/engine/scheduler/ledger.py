@@ -268,7 +268,8 @@ class PageLedger(KVCacheManager):
         # Thousands may wait for a place or a prefix. vLLM asks next whether they have to, and then nothing else.
         is_asked = is_asked and not (self.gate.is_closed and self.gate.is_closed_to(request))
         is_asked = is_asked and not self.shared.is_awaited(request)
-        return self.empty_kv_cache_blocks, self.shared.tokens_found(request) if is_asked else 0, 0
+        found = self.shared.find(request) if is_asked else None
+        return self.empty_kv_cache_blocks, 0 if found is None else found.tokens, 0
 
     def reset_prefix_cache(self) -> bool:
         """As of :meth:`SharedStore.invalidate`."""
@@ -305,10 +306,10 @@ class PageLedger(KVCacheManager):
         """Take over a rank's counts after an eviction; of a request that is gone or older, there are none."""
         index = self.ranks.index(rank)
         count = PageCount.from_residues(report.pages, report.tokens, report.residues)
-        prefix = self.shared.on_report(request_id, index, count, report)
         account = self.accounts.get(request_id)
-        if account is None or account.epoch != report.epoch:
-            self.shared.drop_invalid()
+        is_gone = account is None or account.epoch != report.epoch
+        prefix = self.shared.on_report(request_id, index, count, report, is_gone)
+        if account is None or is_gone:
             return
         phase = account.plan.phase_of(report.tokens)
         if phase is not None and phase.of_answer:
@@ -323,12 +324,10 @@ class PageLedger(KVCacheManager):
             most = self.bounds.most_held(account.plan, index, count, tokens)
             need = account.on_complete_report(index, count, most, prefix)
         self.books.hold(account, need)
-        if prefix is not None and prefix.is_ready:
-            self.shared.go_on_behind(prefix, request_id, account)
+        self.shared.after_report(request_id, account, prefix, phase is not None)
         if phase is not None and not account.awaits_reports:
             self.requests.keep(request_id, account)
         if phase is not None and account.is_evicted:
-            self.shared.end_copying(account)
             request = self.requests.in_flight[request_id]
             self.limits.limit(request, account, self.bounds, self.max_model_len)
 

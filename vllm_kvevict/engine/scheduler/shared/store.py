@@ -96,11 +96,6 @@ class SharedStore:
         found, self._found = +self._found, Counter()
         return dict(found)
 
-    def tokens_found(self, request: Request) -> int:
-        """Tokens that a waiting request need not compute."""
-        found = self.find(request)
-        return 0 if found is None else found.tokens
-
     def tokens_of(self, account: Account) -> int:
         """Tokens that another request with the same prefix need not compute."""
         if account.is_invalid:
@@ -154,10 +149,11 @@ class SharedStore:
         return prefixes, None if tail is None else tail.number, segments
 
     def before_growth(self, request: Request, account: Account, tokens: int, is_new: bool) -> Need | None:
-        """As :meth:`make_room`, and whether what is evicted then stays for others."""
+        """Drop until every rank has room for an account at ``tokens`` tokens, copies included if what it has read stays
+        for others; what it needs then, None if there is no room."""
         if account.is_reading:
             self.uncompressed.let_copy_if_idle(request, account, tokens)
-        return self.make_room(account, tokens, is_new)
+        return self._make_room(account, tokens, is_new)
 
     def publish(self, request: Request, account: Account, tokens: int) -> None:
         """Leave uncompressed what the step that ends at ``tokens`` has read, before it is evicted."""
@@ -168,26 +164,35 @@ class SharedStore:
         """The step evicts a request's prompt, or a part of it: others may begin with what is left."""
         self.compressed.store(request.request_id, account)
 
-    def on_report(self, request_id: str, index: int, count: PageCount, report: Report) -> Prefix | None:
-        """A rank has evicted a request and holds so much of it; the prefix that it has left with that, if any."""
+    def on_report(
+        self, request_id: str, index: int, count: PageCount, report: Report, is_gone: bool
+    ) -> Prefix | None:
+        """A rank has evicted a request and holds so much of it; the prefix that it has left with that, if any.
+
+        Args:
+            is_gone: whether that admission of the request has ended.
+        """
         prefix = self.compressed.produced_by(request_id, report.epoch, report.tokens)
         if prefix is not None:
             self.compressed.on_report(prefix, index, count, report.filled)
+        if is_gone:
+            self.compressed.drop_invalid()
         return prefix
 
-    def drop_invalid(self) -> None:
-        """Drop what no further request may begin with, as soon as that can be."""
-        self.compressed.drop_invalid()
+    def after_report(
+        self, request_id: str, account: Account, prefix: Prefix | None, is_complete: bool
+    ) -> None:
+        """A request goes on: with the prefix that it has left itself, and without segments once it has copies.
 
-    def go_on_behind(self, prefix: Prefix, request_id: str, account: Account) -> None:
-        """A request uses the prefix that it has left itself."""
-        self.compressed.retain(prefix, request_id, account.prefix)
-        account.retain(prefix)
-        self.compressed.drop_invalid()
-
-    def end_copying(self, account: Account) -> None:
-        """A request was evicted on every rank, and has copied what it keeps."""
-        self.uncompressed.end_copying(account)
+        Args:
+            is_complete: whether an eviction of its prompt is.
+        """
+        if prefix is not None and prefix.is_ready:
+            self.compressed.retain(prefix, request_id, account.prefix)
+            account.retain(prefix)
+            self.compressed.drop_invalid()
+        if is_complete and account.is_evicted:
+            self.uncompressed.end_copying(account)
 
     @property
     def awaits_reports(self) -> bool:
@@ -206,7 +211,7 @@ class SharedStore:
 
     # What goes.
 
-    def make_room(self, account: Account, tokens: int, is_new: bool) -> Need | None:
+    def _make_room(self, account: Account, tokens: int, is_new: bool) -> Need | None:
         """Drop until every rank has room for an account at ``tokens`` tokens; None if none has.
 
         For a new request nothing is dropped in vain. Before one that runs is preempted, all goes that nobody uses; a
