@@ -231,7 +231,7 @@ class Loans:
         Takes a page for each row that ends within one, if there is no tail.
 
         Args:
-            tail: the entry that another request has left behind these (:meth:`leave`); it becomes this one's own.
+            tail: the entry that another request has left behind these (:meth:`freeze_tail`); it becomes this one's own.
 
         Raises:
             ValueError: there is no such entry, or one does not follow the columns before it.

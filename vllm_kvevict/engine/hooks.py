@@ -1,6 +1,6 @@
-"""Every attribute of vLLM that this package wraps or replaces, and the only function that does it.
+"""Every function of vLLM that this package wraps or replaces, and the only code that does it.
 
-Subclasses, and what vLLM lets others register, are not listed: those are vLLM's own doors.
+Subclasses, and what vLLM lets others register, are not listed: those are interfaces that vLLM offers.
 """
 
 import functools
@@ -84,11 +84,11 @@ def wrap(target: str, make: Callable[[Any], Any], of: Any = None) -> None:
     owner = of
     if owner is None:
         owner = functools.reduce(getattr, parents, importlib.import_module(module))
-    before = getattr(owner, name) if of is not None else inspect.getattr_static(owner, name)
-    kind = type(before) if isinstance(before, (classmethod, staticmethod)) else None
-    before = before if kind is None else before.__func__
-    after = functools.update_wrapper(make(before), before)
-    setattr(owner, name, after if kind is None else kind(after))
+    theirs = getattr(owner, name) if of is not None else inspect.getattr_static(owner, name)
+    kind = type(theirs) if isinstance(theirs, (classmethod, staticmethod)) else None
+    theirs = theirs if kind is None else theirs.__func__
+    ours = functools.update_wrapper(make(theirs), theirs)
+    setattr(owner, name, ours if kind is None else kind(ours))
 
 
 def before(target: str, check: Callable[..., None]) -> None:

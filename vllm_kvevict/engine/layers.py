@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -74,10 +73,15 @@ class LayerMap:
 
     @classmethod
     def found(cls, groups: Sequence[KVCacheGroupSpec]) -> "LayerMap":
-        """How vLLM has grouped the layers of a worker."""
-        return cls._of(
-            [(tuple(map(extract_layer_index, group.layer_names)), group.kv_cache_spec) for group in groups]
-        )
+        """How vLLM has grouped the layers of a worker; of the others their specs alone, since nobody asks for more."""
+        # The front-end need not load vLLM's layers.
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        found = []
+        for group in groups:
+            names = group.layer_names if is_evicted(group.kv_cache_spec) else ()
+            found.append((tuple(map(extract_layer_index, names)), group.kv_cache_spec))
+        return cls._of(found)
 
     @classmethod
     def _of(cls, groups: Sequence[tuple[tuple[int, ...], KVCacheSpec]]) -> "LayerMap":

@@ -167,7 +167,7 @@ def pages_of_chain(
 ) -> tuple[int, int]:
     """Pages of a rank that the entries of a conversation own, and those of what follows them up to so many tokens.
 
-    Each entry completes the partial pages of the one before, in rows that it fills a page of; it copies the others.
+    Each entry fills the partial pages of the one before, in rows that it fills a page of; it copies the others.
     """
     ends = [part.end for part in plan.parts] or [prompt]
     counts = [after_eviction(plan, end, rank, page_size) for end in ends]
@@ -177,7 +177,7 @@ def pages_of_chain(
 
 
 def _stored_twice(count: PageCount, behind: PageCount) -> int:
-    """Partial pages of an entry that the one behind it does not complete, since it has no full page in their place."""
+    """Partial pages of an entry that the one behind it does not fill, since it has no full page in their place."""
     full, then = count.pages - count.partial, behind.pages - behind.partial
     return max(0, count.partial - (then - full))
 

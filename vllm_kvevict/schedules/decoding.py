@@ -8,7 +8,7 @@ D is the budget of the answer and I the interval. Positions follow from the requ
 depend on its neighbours, and a replay is evicted at the same ones. An eviction comes after its step's forward pass, all
 layers together, by queries that were kept as they came (``schedules/ring.py``).
 
-An eviction owns how much of each row is pinned, and its part of the ring. The schedule owns nothing.
+An eviction owns its part of the ring; its selection, how much of each row is pinned. The schedule owns nothing.
 """
 
 from typing import Any
@@ -57,8 +57,8 @@ class DecodingEviction(Eviction):
         assert ring is not None
         if self._ring_part is None:
             self._ring_part = ring.acquire()
-        places = [ring.slot(self._ring_part, token) for token in range(first, after)]
-        return KeptQueries(range(rows.stop - len(places), rows.stop), places)
+        slots = [ring.slot(self._ring_part, token) for token in range(first, after)]
+        return KeptQueries(range(rows.stop - len(slots), rows.stop), slots)
 
     def end(self) -> None:
         if self._ring_part is not None:

@@ -26,7 +26,7 @@ from vllm_kvevict.schedules.step_rows import ExtraRows, QueryRows
 
 @dataclass
 class ResidentRequest(StoredRequest):
-    """A request that holds pages here, and is evicted.
+    """A request that holds pages here, with the eviction that it is in.
 
     Attributes:
         eviction: of the phase that it is in, None before its first step and between phases.
@@ -109,7 +109,7 @@ class Eviction(ABC):
         raise NotImplementedError(f"{type(self).__name__} is never due")
 
     def end(self) -> None:  # noqa: B027
-        """Give back what was taken of the rank, if anything was."""
+        """Release what was acquired of the rank, if anything was."""
 
     def on_answer(self, answer: Answered) -> None:
         """Go on once the arbiter has answered what this rank claimed last."""
@@ -211,6 +211,8 @@ class Eviction(ABC):
         """
         tokens = self.tokens(step, rows.rows)
         self.selection.score(self.collected.of_layer(self.evictor.sources, tokens, window), step.layer)
+        if self.evictor.observer is not None:
+            self.evictor.observer.on_scores(self.resident.admission, self.selection.scores[-1])
 
     def open_scratch(self, entries: Tensor) -> int:
         """Open a request slot with copies of some of the request's entries (int64, of each row), for one step."""

@@ -40,8 +40,8 @@ class Phase:
             differently.
         pins: whether all that is stored when it begins stays, and evictions choose among later tokens alone.
         of_answer: whether an answer is evicted, each of whose positions completes an eviction.
-        after_step: whether evictions follow the step that reaches a position, and choose by queries that were kept from
-            step to step; else a layer is evicted as soon as it has attended.
+        after_step: whether evictions follow the step that reaches a position, by queries kept from step to step if the
+            policy reads any; else they are part of its forward pass.
     """
 
     config: EvictionConfig

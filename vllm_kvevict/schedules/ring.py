@@ -1,6 +1,6 @@
 """The last queries of answers: what chooses when an answer is evicted, kept as steps come by.
 
-    tokens   ... | p-w ... p-1 | p          place of a token in its request's part: token modulo size
+    tokens   ... | p-w ... p-1 | p          slot of a token in its request's part: token modulo size
                    |  queries  |
                    +-- kept ---+--> read at position p, oldest first
 
@@ -31,11 +31,11 @@ class RingStep:
 
     Attributes:
         rows: int64 [N], rows of the batch; None where these are its first ones, in order.
-        places: int64 [N], where in a layer of the ring their queries go.
+        slots: int64 [N], where in a layer of the ring their queries go.
     """
 
     rows: Tensor | None
-    places: Tensor
+    slots: Tensor
 
 
 class QueryRing:
@@ -48,8 +48,8 @@ class QueryRing:
 
     def __init__(self, memory: Tensor, max_requests: int):
         self.memory = memory
-        self.places_of_graphs = torch.zeros(max_requests, dtype=torch.int64, device=memory.device)
-        """Where steps that are replayed from a CUDA graph find their places."""
+        self.slots_of_graphs = torch.zeros(max_requests, dtype=torch.int64, device=memory.device)
+        """Where steps that are replayed from a CUDA graph find their slots."""
         self.size = memory.shape[2]
         self._free = list(range(memory.shape[1] - 2, -1, -1))
 
@@ -80,17 +80,17 @@ class QueryRing:
     def step(self, kept: Sequence[KeptQueries]) -> RingStep:
         """What a step keeps, where its layers find it."""
         rows = [row for of_request in kept for row in of_request.rows]
-        places = [place for of_request in kept for place in of_request.slots]
+        slots = [slot for of_request in kept for slot in of_request.slots]
         device = self.memory.device
-        return RingStep(_indices(rows, device), _indices(places, device))
+        return RingStep(_indices(rows, device), _indices(slots, device))
 
     def replayable_step(self, kept: Sequence[KeptQueries], num_requests: int) -> RingStep:
         """The same for a step of so many requests with one token each, at the place where a CUDA graph looks it up."""
-        places = torch.full((num_requests,), self.nowhere, dtype=torch.int64)
+        slots = torch.full((num_requests,), self.nowhere, dtype=torch.int64)
         for of_request in kept:
-            places[of_request.rows.start] = of_request.slots[0]
-        self.places_of_graphs[:num_requests].copy_(places, non_blocking=True)
-        return RingStep(None, self.places_of_graphs[:num_requests])
+            slots[of_request.rows.start] = of_request.slots[0]
+        self.slots_of_graphs[:num_requests].copy_(slots, non_blocking=True)
+        return RingStep(None, self.slots_of_graphs[:num_requests])
 
     def write(self, layer: int, query: Tensor, step: RingStep) -> None:
         """Keep queries of a layer.
@@ -98,13 +98,13 @@ class QueryRing:
         Args:
             query: [tokens, Hq, d] of the step, after RoPE.
         """
-        rows = query[: len(step.places)] if step.rows is None else query.index_select(0, step.rows)
-        self.memory[layer].flatten(0, 1).index_copy_(0, step.places, rows)
+        rows = query[: len(step.slots)] if step.rows is None else query.index_select(0, step.rows)
+        self.memory[layer].flatten(0, 1).index_copy_(0, step.slots, rows)
 
     def read(self, part: int, stop: int, count: int) -> Tensor:
         """Queries of the last ``count`` tokens before token ``stop``, [layers, Hq, count, d], oldest first."""
-        places = _indices([token % self.size for token in range(stop - count, stop)], self.memory.device)
-        return self.memory[:, part].index_select(1, places).transpose(1, 2)
+        slots = _indices([token % self.size for token in range(stop - count, stop)], self.memory.device)
+        return self.memory[:, part].index_select(1, slots).transpose(1, 2)
 
 
 def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
 """What one eviction keeps on a rank: layers are scored, then chosen from, then compacted; and how long that takes.
 
-Owns the scores of layers that are not decided yet, and what was measured since the last complete eviction.
+Owns the scores of layers that are not decided yet, what of each row is pinned, and what was measured since the last
+complete eviction.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from vllm_kvevict.schedules.reports import Claim, Claimed, LayerWeights
 
 @dataclass
 class StoredRequest:
-    """A request that holds pages here.
+    """What a selection knows of a request that holds pages here.
 
     Attributes:
         admission: what the scheduler decided.
@@ -42,7 +43,7 @@ class StoredRequest:
 
 
 class Meter:
-    """What an eviction takes.
+    """What an eviction costs.
 
     Attributes:
         deciding, moving: seconds on the host.
@@ -62,7 +63,7 @@ class Meter:
         self.peak_pages = max(self.peak_pages, pages)
 
     def note_freed(self, pages: int, seconds: float) -> None:
-        """It has given back so many, which took so long."""
+        """It has freed so many, which took so long."""
         self.freed_pages += pages
         self.moving += seconds
 
@@ -87,7 +88,7 @@ class Selection:
         pinned: int64 [layers, KV heads] of the rank, entries at the front of each row that stay since they were stored
             before the phase; None while nothing is pinned, or it is not known yet.
         not_stored: what the layer has that has just attended, until it stores what it keeps of that.
-        meter: what it takes.
+        meter: what that costs.
     """
 
     def __init__(self, evictor: Evictor, resident: StoredRequest, phase: Phase):
@@ -119,8 +120,6 @@ class Selection:
         number = evictor.first_layer + layer
         scores = score_layer(self.phase.config, inputs, number, evictor.num_model_layers, evictor.comm)
         self.scores.append(scores)
-        if evictor.observer is not None:
-            evictor.observer.on_scores(self.resident.admission, scores)
 
     def decide(self, n: int | None = None, at_once: bool = False) -> None:
         """Decide for the layers scored so far and move their survivors.

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine.support.servers import Setup, make_request
 from tests.engine.support.simulation import Simulation
-from vllm_kvevict.engine.scheduler.adapters import AdapterPlaces
+from vllm_kvevict.engine.scheduler.adapters import AdapterSlots
 
 OPTIONS = {"policy": "ada-snapkv", "budget": 0.2, "check": True}
 
@@ -33,7 +33,7 @@ def test_a_request_that_waits_for_its_reports_keeps_its_place(adapters: int, log
 
 
 def test_without_that_vllm_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdapterPlaces, "has_slot", lambda self, request: True)
+    monkeypatch.setattr(AdapterSlots, "has_slot", lambda self, request: True)
     with pytest.raises(AssertionError):
         simulation().run(2000)
 

@@ -128,7 +128,7 @@ def test_on_the_pages_of_a_gpu_as_a_graph_replays_them(models, monkeypatch) -> N
             of_graphs = (
                 rank.cache.tables.row_starts,
                 rank.cache.tables.kv_len,
-                rank.evictor.ring.places_of_graphs,
+                rank.evictor.ring.slots_of_graphs,
             )
             places.add(tuple(x.data_ptr() for x in of_graphs))
         return forward(self, layer, query, key, value, kv_cache, state, output, *rest, **options)

@@ -37,10 +37,10 @@ def test_full_attention_alone_is_evicted():
 
 def test_groups_are_told_apart():
     layers = LayerMap.found([group(FULL, 1, 5), group(WINDOW, 0, 2), group(FULL, 9), group(STATE, 3, 4)])
-    assert layers == LayerMap(((1, 5), (9,)), ((0, 2), (3, 4)), (WINDOW, STATE))
+    assert layers == LayerMap(((1, 5), (9,)), ((), ()), (WINDOW, STATE))
     assert not layers.all_evicted and layers.evicted_layers == [1, 5, 9]
     assert [layers.on_stage(stage) for stage in (range(4), range(4, 10))] == [range(1), range(1, 3)]
-    assert [layers.places(stage) for stage in (range(4), range(4, 10))] == [2, 1]
+    assert [layers.places(stage) for stage in (range(4), range(4, 10))] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,5 @@ def test_a_worker_compares_what_it_finds(layers, is_right):
     if is_right:
         _check_layers(*arguments)
         return
-    with pytest.raises(KVEvictionError, match=r"are \[4, 5, 6, 7\], but the model has \["):
+    with pytest.raises(KVEvictionError, match="disagree about which layers"):
         _check_layers(*arguments)

@@ -68,7 +68,7 @@ def _checking(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
                 tokens = request.prompt_token_ids, request.prompt_embeds
                 with_media = bool(request.mm_features)
                 given = own.extra_args
-                with _forgetting_media_if_refused(self.renderer, prompt):
+                with _invalidating_media_if_refused(self.renderer, prompt):
                     own.extra_args = _checked_fields(self.vllm_config, prompt, own, *tokens, with_media)
                 if own.extra_args is not given and isinstance(prompt, dict):
                     _count_chat(self.vllm_config, prompt, own.extra_args)
@@ -130,12 +130,12 @@ def _check_generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **
         token_ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
         if token_ids is not None or embeds is not None:
             with_media = media.has_media(prompt)
-            with _forgetting_media_if_refused(self.renderer, prompt):
+            with _invalidating_media_if_refused(self.renderer, prompt):
                 _checked_fields(self.vllm_config, prompt, sampling_params, token_ids, embeds, with_media)
 
 
 @contextlib.contextmanager
-def _forgetting_media_if_refused(renderer: Any, prompt: Any) -> Iterator[None]:
+def _invalidating_media_if_refused(renderer: Any, prompt: Any) -> Iterator[None]:
     try:
         yield
     except VLLMValidationError:

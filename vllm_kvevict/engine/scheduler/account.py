@@ -369,7 +369,7 @@ class Account:
     # What it borrows.
 
     def retain(self, prefix: Prefix) -> None:
-        """It borrows of a compressed prefix."""
+        """It retains a compressed prefix, and borrows its pages."""
         self.prefix = prefix
 
     def own_prefix(self) -> Need:

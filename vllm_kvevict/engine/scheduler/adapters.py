@@ -1,11 +1,11 @@
-"""LoRA adapters of requests in flight. Owns who uses which: a server has places for ``--max-loras`` of them."""
+"""LoRA adapters of requests in flight. Owns who uses which: a server has slots for ``--max-loras`` of them."""
 
 from collections import Counter
 
 from vllm.v1.request import Request
 
 
-class AdapterPlaces:
+class AdapterSlots:
     """Which adapters requests in flight use.
 
     vLLM looks only at requests that the step computes, and stops if a step uses too many. Ours may be left out of a

@@ -1,7 +1,7 @@
 """Whose extra tokens a step computes.
 
-Owns the slot: the workers' buffers have room for one request's extra tokens in a step, and they are gone with it. So
-prompts that are chosen from by a probe, and prompts that are repeated, take turns.
+Owns the slot: the workers' buffers have room for one request's extra tokens in a step, which are dropped
+after it. So probes and repeats of prompts take turns.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from vllm_kvevict.schedules.reports import ExtraTokens
 
 
 class ExtraTokensSlot:
-    """Of the step that is being scheduled."""
+    """The slot of the step that is being scheduled."""
 
     def __init__(self, requests: Requests):
         self._requests = requests
@@ -38,7 +38,7 @@ class ExtraTokensSlot:
         return min(reading_again, key=lambda name: self._requests.in_flight[name].priority, default=None)
 
     def acquire_for_probe(self, request_id: str) -> bool:
-        """Let the step compute a request's probe, if the turn is nobody else's; else it comes with a later step."""
+        """Let the step compute a request's probe, if the slot is free; else it comes with a later step."""
         if self._repeating is not None:
             self._probe_waits = True
             return False

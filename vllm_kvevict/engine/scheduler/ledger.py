@@ -17,7 +17,7 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.messages import Claim, Holdings, Report, StepMessage
 from vllm_kvevict.engine.scheduler.account import Account
-from vllm_kvevict.engine.scheduler.adapters import AdapterPlaces
+from vllm_kvevict.engine.scheduler.adapters import AdapterSlots
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.answers import AnswerLimits
 from vllm_kvevict.engine.scheduler.blocks import NoBlocks, SharedBlocks
@@ -42,8 +42,8 @@ class PageLedger(KVCacheManager):
 
     Attributes:
         ranks: global ranks; whatever is counted for each rank is in their order.
-        requests, books, outbox, shared, gate, turn, limits, adapters, reserve, others, blocks: its parts; blocks is
-            None where all layers are evicted.
+        requests, books, outbox, shared, gate, extra_tokens, limits, adapters, reserve, others, blocks: its parts;
+            blocks is None where all layers are evicted.
         ends: requests that can never go on, and how they end; the scheduler sees to it after each step.
     """
 
@@ -65,7 +65,7 @@ class PageLedger(KVCacheManager):
         """Arguments as of vLLM's own, besides the server's options, who is admitted (:meth:`set_capacity`), the heads
         of a rank, and what its parts say of the rest: :class:`Requests` (``prefix_keys``, ``next_key``,
         ``fewest_read``), :class:`SharedBlocks` (``blocks_kept``, 0 where all layers are evicted),
-        :class:`AdapterPlaces`, :class:`UncompressedPrefixes` (``waiting_requests``), :class:`Gate` (``tokens_left``).
+        :class:`AdapterSlots`, :class:`UncompressedPrefixes` (``waiting_requests``), :class:`Gate` (``tokens_left``).
         """
         super().__init__(*args, **kwargs)
         self.options, self.head_dims = options, head_dims
@@ -77,7 +77,7 @@ class PageLedger(KVCacheManager):
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
         self.outbox = Outbox()
-        self.adapters = AdapterPlaces(most_adapters)
+        self.adapters = AdapterSlots(most_adapters)
         self.reserve = Reserve(options.reserve_size(self.max_model_len, head_dims))
         self.limits = AnswerLimits()
         self.ends: dict[str, RequestStatus] = {}
@@ -143,7 +143,7 @@ class PageLedger(KVCacheManager):
     # Admission and growth.
 
     def new_step_starts(self) -> None:
-        """Give back what earlier steps held for a step only."""
+        """Release what earlier steps held for a step only."""
         super().new_step_starts()
         self.shared.new_step_starts()
         self.gate.new_step_starts()
@@ -354,7 +354,7 @@ class PageLedger(KVCacheManager):
         return self.books.usage(self.shared.in_use())
 
     def free(self, request: Request) -> None:
-        """Forget a request that finished, was aborted or preempted; workers hear of it with the next step."""
+        """Close the account of a request that finished, was aborted or preempted; workers hear with the next step."""
         self._close(request)
         super().free(request)
 

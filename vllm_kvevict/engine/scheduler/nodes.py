@@ -15,7 +15,7 @@ class Entry:
 
     Attributes:
         number: what scheduler and workers call it.
-        is_forgotten: whether no further request may begin with it.
+        is_invalid: whether no further request may begin with it.
         evict_first: whether it is of use for a while only, so that it goes before others, however recently it was used.
         seen_on: ranks that were found to hold it, which is looked at in check mode only.
     """
@@ -171,7 +171,7 @@ class Prefix(Entry):
         return self.refs if any(self.lends()) else 0
 
     def lends(self, is_filled: bool = False) -> list[int]:
-        """Pages of each rank that are its own and that its users use.
+        """Pages of each rank that are its own and that are borrowed of it.
 
         Args:
             is_filled: whether a further one uses what is behind it in its last pages.

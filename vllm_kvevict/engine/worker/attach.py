@@ -325,9 +325,10 @@ def _check_heads(vllm_config: VllmConfig, layers: Sequence[Attention]) -> None:
 def _check_layers(vllm_config: VllmConfig, found: LayerMap, stage: range) -> None:
     """Refuse a model that has other layers than its configuration says: the front-end checks requests by that."""
     expected = [layer for layer in LayerMap.predicted(vllm_config).evicted_layers if layer in stage]
-    if found.evicted_layers != expected:
+    wrong = sorted(set(expected) ^ set(found.evicted_layers))
+    if wrong:
         raise KVEvictionError(
-            f"--kv-eviction cannot serve {vllm_config.model_config.model} as it is: by its config.json the layers of "
-            f"this rank with full attention are {expected}, but the model has {found.evicted_layers}, so leave the "
-            "flag out"
+            f"--kv-eviction cannot serve {vllm_config.model_config.model} as it is: its config.json and the model "
+            f"disagree about which layers of this rank have full attention, {len(wrong)} of them from layer {wrong[0]} "
+            "on, so leave the flag out"
         )

@@ -93,7 +93,7 @@ class Runtime:
 
     @torch.inference_mode()  # as vLLM's runner, which made the tables' tensors
     def begin_step(self, scheduler_output: "SchedulerOutput") -> None:
-        """As of :meth:`Step.begin`."""
+        """As of :meth:`WorkerStep.begin`."""
         # vLLM warms up with steps that no scheduler made, of requests that have no plan.
         message = scheduler_output.kv_connector_metadata
         self._serves = message is not None
@@ -103,11 +103,11 @@ class Runtime:
         self._step.begin(scheduler_output)
 
     def reads_prompts(self) -> bool:
-        """As of :meth:`Step.reads_prompts`."""
+        """As of :meth:`WorkerStep.reads_prompts`."""
         return self._serves and self._step is not None and self._step.reads_prompts()
 
     def build(self, common: Any) -> StepState:
-        """As of :meth:`Step.build`, or a dummy.
+        """As of :meth:`WorkerStep.build`, or a dummy.
 
         Args:
             common: vLLM's CommonAttentionMetadata.

@@ -1,5 +1,6 @@
 """Sampling with drafts on a CPU, without two faults that vLLM's V1 runner has there."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,17 @@ def repair_sampling(runner: Any) -> None:
         return forward
 
     hooks.wrap("vllm.v1.sample.rejection_sampler:RejectionSampler.forward", make, of=judge)
-    hooks.wrap(
-        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens", lambda vllms: expand_batch_to_tokens
-    )
+    _repair_expansion()
+
+
+@functools.cache
+def _repair_expansion() -> None:
+    """For all engines of the process."""
+
+    def make(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: expand_batch_to_tokens(*args, **kwargs)
+
+    hooks.wrap("vllm.v1.sample.rejection_sampler:expand_batch_to_tokens", make)
 
 
 def expand_batch_to_tokens(

@@ -231,7 +231,7 @@ class CompressedPrefixes(Entries[Prefix]):
     # From ready to dropped.
 
     def retain(self, prefix: Prefix, name: str, before: Prefix | None = None) -> None:
-        """A request uses pages of a prefix.
+        """A request begins to borrow pages of a prefix.
 
         Args:
             before: which it used until now; this one follows it.
@@ -242,7 +242,7 @@ class CompressedPrefixes(Entries[Prefix]):
         self._count_refs(prefix, 1, before)
 
     def _count_refs(self, prefix: Prefix, more: int, before: Prefix | None = None) -> None:
-        """A prefix and its parents, up to one that is used already, have a user more (1) or less (-1)."""
+        """A prefix and its parents, up to one that is retained already, have a reference more (1) or less (-1)."""
         for entry in prefix.chain(before):
             entry.count(refs=more)
         shared, is_behind = 0, True

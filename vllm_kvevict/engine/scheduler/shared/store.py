@@ -133,7 +133,7 @@ class SharedStore:
         if prefix.is_ready:
             self.compressed.touch(prefix)
             return None
-        # Whoever reads it is as urgent as who waits for it, lest others in between keep both waiting.
+        # Priority inheritance: the reader gets the priority of its most urgent waiter.
         producer = self._requests.in_flight.get(prefix.producer[0])
         if producer is not None:
             producer.priority = min(producer.priority, request.priority)
