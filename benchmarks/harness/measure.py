@@ -56,7 +56,7 @@ def shown(value: Estimate) -> str:
     return f"{median} [{low}, {high}]"
 
 
-def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+def estimate(values: Sequence[float]) -> Estimate:
     """Median of the values, with the percentile interval of the medians of 10,000 resamples.
 
     Raises:
@@ -64,7 +64,7 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     """
     if not values:
         raise ValueError("an estimate needs at least one value")
-    resampled = np.random.default_rng(seed).choice(np.asarray(values), (SAMPLES, len(values)))
+    resampled = np.random.default_rng(0).choice(np.asarray(values), (SAMPLES, len(values)))
     low, high = np.percentile(np.median(resampled, axis=1), [2.5, 97.5])
     return Estimate(statistics.median(values), float(low), float(high))
 

@@ -89,13 +89,27 @@ class Stopwatch:
 stopwatch = Stopwatch()
 
 
+def of_eviction() -> list[tuple[Any, str, str]]:
+    """What eviction adds to an engine: where a function is, its name, and the part that it counts for."""
+    from vllm_kvevict.cache import PagedKVCache
+    from vllm_kvevict.engine.worker import runtime
+    from vllm_kvevict.engine.worker.attention import RaggedImpl
+    from vllm_kvevict.schedules import eviction, selection
+
+    return [
+        (RaggedImpl, "forward", "attention"),
+        (runtime.Runtime, "build", "pages and metadata"),
+        (eviction.Eviction, "after_attention", "eviction: the rest"),
+        (selection, "score_layer", "eviction: scoring"),
+        (selection, "select", "eviction: selection"),
+        (PagedKVCache, "compact", "eviction: compaction"),
+        (PagedKVCache, "store", "eviction: compaction"),
+    ]
+
+
 def install(engine: Engine) -> None:
     """Watch the functions of both sides that take time."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
-    from vllm_kvevict.engine.worker import runtime
-    from vllm_kvevict.engine.worker.attention import RaggedImpl
-    from vllm_kvevict.schedules import eviction
 
     core = engine.llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
@@ -109,12 +123,8 @@ def install(engine: Engine) -> None:
     if runner.vllm_config.kv_transfer_config is None:
         watch(CPUAttentionBackendImpl, "forward", "attention")
         return
-    watch(RaggedImpl, "forward", "attention")
-    watch(runtime.Runtime, "build", "pages and metadata")
-    watch(eviction.Eviction, "after_attention", "eviction: the rest")
-    watch(eviction, "score_layer", "eviction: scoring")
-    watch(eviction, "select", "eviction: selection")
-    watch(type(runtime.get_runtime().rank.cache), "compact", "eviction: compaction")
+    for owner, name, part in of_eviction():
+        watch(owner, name, part)
 
 
 def decode_steps(engine: Engine, workload: Workload, steps: int) -> list[Parts]:

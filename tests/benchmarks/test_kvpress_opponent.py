@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.measure import Estimate
 from benchmarks.harness.sides import Outcome, Workload
 from benchmarks.kvpress import __main__ as kvpress
 from benchmarks.kvpress import opponent as opponent_module
@@ -15,6 +16,7 @@ from benchmarks.kvpress.__main__ import (
     OURS,
     PLAIN,
     POLICY,
+    SPEED,
     THEIRS,
     all_read,
     make_turns,
@@ -34,7 +36,8 @@ for line in sys.stdin:
     prompts, length = order["prompts"], order["output_len"]
     if -1 in prompts[0]:
         break
-    answer = {"wall": 2.0, "cpu": 1.0, "steps": [(0.5, 6, 3), (1.5, 0, 3)], "ids": [[7] * length for _ in prompts],
+    wall = 5.0 if order["press"] else 8.0
+    answer = {"wall": wall, "cpu": 1.0, "steps": [(0.5, 6, 3), (1.5, 0, 3)], "ids": [[7] * length for _ in prompts],
               "likely": [[7, 8, 9, 10, 11]] * len(prompts), "entries": 320}
     print(json.dumps(answer), flush=True)
 """
@@ -54,7 +57,8 @@ class FakeSide:
 
     def run(self, work: Workload, **sampling) -> Outcome:
         steps = [(0.4, work.requests * work.input_len, 2), (0.6, 0, 2)]
-        return Outcome(1.0, 0.5, work.requests * work.output_len, steps)
+        wall = 2.0 if sampling["extra_args"]["kv_eviction"] == "full" else 1.0
+        return Outcome(wall, 0.5, work.requests * work.output_len, steps)
 
     def call(self, work, workload: Workload, policy: str) -> tuple[list[list[int]], int]:
         return [[7] * workload.output_len, [8] * workload.output_len], 0 if policy == "full" else 321
@@ -64,7 +68,7 @@ def test_worker_says_its_versions_and_answers_until_it_ends(opponent: Opponent):
     opponent.wait()
     assert opponent.versions == {"kvpress": "0", "dtype": "float32"}
     run = opponent.run(Workload(3, 2, 4), "snapkv", 0.2)
-    assert (run.wall, run.output_tokens, run.prefill_seconds, run.decode_seconds) == (2.0, 12, 0.5, 1.5)
+    assert (run.wall, run.output_tokens, run.prefill_seconds, run.decode_seconds) == (5.0, 12, 0.5, 1.5)
     with pytest.raises(OpponentError, match="ended"):
         opponent.generate([[-1]], 3, None, 1.0)
 
@@ -93,10 +97,10 @@ def test_a_round_has_every_side_and_new_prompts(opponent: Opponent):
     compared = ratios(run_rounds(turns, Workload(2, 400, 4), 3))
     assert seen == [(name, seed) for seed in (-1, 1, 2, 3) for name in (FULL, PLAIN, OURS, THEIRS)]
     speeds = {pair: of["output tokens/s"].median for pair, of in compared.items()}
-    assert speeds == {f"{FULL} / {PLAIN}": 2.0, f"{OURS} / {THEIRS}": 2.0}  # 1 second against 2
+    assert speeds == {f"{FULL} / {PLAIN}": 4.0, f"{OURS} / {THEIRS}": 5.0}  # 2 seconds against 8, 1 against 5
 
 
-def test_what_was_compared_is_printed_and_saved(opponent: Opponent, monkeypatch, at_level, capsys):
+def test_what_was_compared_is_printed_and_saved(opponent: Opponent, monkeypatch, at_level):
     at_level("avx512")
     opponent.wait()
     saved: dict = {}
@@ -106,7 +110,10 @@ def test_what_was_compared_is_printed_and_saved(opponent: Opponent, monkeypatch,
     assert loop.run("kvpress", kvpress, [*words.split(), "bfloat16"]) == 0
     results = saved["kvpress"]["results"]
     assert len(results["rounds"]) == 3 and len(results["ratios"]) == 2
-    assert "MISSED" in capsys.readouterr().out and not results["targets"][0]["met"]
+    (target,) = results["targets"]
+    assert target["name"].endswith(f"{OURS} / {THEIRS}") and (target["bound"], target["met"]) == (5.0, True)
+    slower = {f"{OURS} / {THEIRS}": {SPEED: Estimate(4.9, 4.8, 5.0)}}
+    assert [target.met for target in kvpress.targets(slower, "bfloat16")] == [False]
     assert loop.run("kvpress", kvpress, [*words.split(), "float32"]) == 0
     assert not saved["kvpress-avx512-float32"]["results"]["targets"]  # the target is that of another kind
 

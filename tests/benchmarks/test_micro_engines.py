@@ -87,3 +87,7 @@ def test_sides_must_find_what_they_look_for():
     assert next(found["prefix"].rendered) == 1 + 4
     with pytest.raises(RuntimeError, match="scope turns found no kv_turns in a document"):
         frontend.compare(DOCUMENT, sides(kv_prefix_len=5), 100, rounds=1)
+
+
+def test_what_a_breakdown_watches_is_there():
+    assert all(callable(getattr(owner, name)) for owner, name, _ in breakdown.of_eviction())

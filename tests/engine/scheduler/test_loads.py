@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.engine.scheduler.test_prefixes import check_end as nothing_is_left
 from tests.engine.support.chains import Watched
+from tests.engine.support.hostile_loads import with_salts
 from tests.engine.support.loads import Ask, Load, mixed, play, repeated, staged, tight, with_policy
 from tests.engine.support.loads_in_turns import with_turns
 from tests.engine.support.servers import PAGE, TOKEN, Setup, options_of
@@ -109,6 +111,16 @@ def test_loads(name: str, first: int, monkeypatch) -> None:
     assert name != "mixed" or work <= 1.25 * ideal
     assert name != "staged" or rounds >= 3
     assert "turns" not in name or in_parts > 30
+
+
+def test_loads_of_shared_documents() -> None:
+    """Segments and compressed prefixes compete for the same pages."""
+    shares = hits = 0
+    for seed in range(10):
+        simulation = watched(with_salts(mixed(seed), seed), seed)
+        nothing_is_left(simulation)
+        shares, hits = shares + simulation.workers.shares, hits + simulation.workers.hits
+    assert shares > 20 and hits > 5
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ BY_NAME = {family.model_type: family for family in FAMILIES}
 def test_a_family_is_as_on_record(name, tmp_path):
     """Without eviction its answers are vLLM's; with it those of a plain model that sees no evicted entry."""
     finding = examine_families.examine(BY_NAME[name], tmp_path)
+    assert finding.refusal or finding.dtype != "float32" or finding.difference < 1e-4
     recorded = {x.model_type: x for x in examine_families.read_record()[0]}[name]
     assert (finding.evicted, finding.layers, finding.refusal) == (
         recorded.evicted,

@@ -153,6 +153,9 @@ def test_hits_say_what_misses_say(name: str, kind: str, model, read, monkeypatch
 
         for label, group in groups.items():
             assert (say(label, group.is_led), say(label)) == (group.first, group.again), label
+        # Each prompt counts once, however often it had to wait.
+        asked = sum(ask.length for group in groups.values() for ask in group.asks)
+        assert metric(llm, "prefix_cache_queries") == 2 * asked
         if kind == "compressed":
             assert metric(llm, "kv_eviction_evictions") == len(groups)
             assert metric(llm, "kv_eviction_cached_entries") == len(groups)

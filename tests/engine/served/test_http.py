@@ -70,6 +70,7 @@ def test_a_client_that_goes_away_during_prefill_and_decode(server, client):
 def test_long_answers(server, client):
     """Evicted as often as their length says; the same as a whole one up to the first time, and not always after it."""
     before, length, same = server.snapshot().evictions, 200, BUDGET + INTERVAL
+    logged = len(server.evictions)
     whole, short = (
         text_of(client, words(100), tokens, {"kv_eviction": "full", "kv_decode_budget": budget}).split()
         for tokens, budget in ((length, 0), (same, BUDGET))
@@ -79,6 +80,7 @@ def test_long_answers(server, client):
     # The last token of an answer is not stored.
     times = (length - 1 - BUDGET) // INTERVAL
     assert eventually(lambda: server.snapshot().evictions == before + times)
+    assert {one["phase"] for one in server.evictions[logged:]} == {"decode"}
     assert len(whole) == len(evicted) == length and len(short) == same
     assert evicted[:same] == whole[:same] == short and evicted != whole
     assert eventually(lambda: idle(server))

@@ -57,7 +57,11 @@ class Rules:
             of_prompt: its prompt, if more than once.
         """
         prompts, _ = self.split(ask, answer)
-        return [*(of_prompt or [ask.evicted_to])[: len(prompts)], *self.positions(ask)]
+        at = list(of_prompt or [ask.evicted_to])
+        assert len(prompts) == len(at) or not (prompts or of_prompt), (
+            "as often as it should be, or kept whole"
+        )
+        return [*at[: len(prompts)], *self.positions(ask)]
 
     def check(
         self,

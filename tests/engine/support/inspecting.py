@@ -11,10 +11,10 @@ ASK = Ask(LENGTH)
 TEXT = " ".join(f"w{token}" for token in ASK.prompt)
 
 
-def page_of(llm, policies, budget=BUDGET, prefix_len=None, **how):
+def page_of(llm, policies, prefix_len=None, **how):
     """The data of the page that shows what an engine keeps of the prompt, or of chats."""
     entries = [PolicySpec(policy) for policy in policies]
-    wanted = inspection.Wanted("tiny", "" if "chats" in how else TEXT, entries, budget, prefix_len, **how)
+    wanted = inspection.Wanted("tiny", "" if "chats" in how else TEXT, entries, BUDGET, prefix_len, **how)
     return read(render(inspection.read(llm, wanted)))
 
 
