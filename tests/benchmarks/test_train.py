@@ -28,6 +28,12 @@ def test_targets_are_the_next_tokens_of_answers(length, repeats):
     assert repeats or bool((positions.diff() > 1).any())
 
 
+def test_answers_count_only_whole():
+    targets = torch.tensor([[-100, 3, 4, -100, 5, -100, 6, 7]])
+    guesses = torch.tensor([[9, 3, 4, 9, 0, 9, 6, 7]])
+    assert answers_right(guesses, targets) == (1, 2)
+
+
 def test_a_step_lowers_the_loss():
     torch.manual_seed(0)
     model = LlamaForCausalLM(config(64, 2))

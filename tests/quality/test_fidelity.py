@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from collections import Counter
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 from tests.quality.fake_openai import FAST, TOP, FakeServer
 from vllm_kvevict.quality import __main__ as quality
 from vllm_kvevict.quality.fidelity import ANSWERS, FIDELITY, Answer, Fidelity, divergence, score
-from vllm_kvevict.quality.measures import _lost, gather
+from vllm_kvevict.quality.measures import Measures, _lost, fidelity_section, gather
 from vllm_kvevict.quality.prompts import SHAPES, read_prompts
-from vllm_kvevict.quality.results import RESULTS, Column, read
+from vllm_kvevict.quality.results import RESULTS, Column, Settings, Store, read
 
 VOCABULARY = 60
 
@@ -143,6 +144,7 @@ def test_it_goes_on_where_it_was_interrupted(prompts, tmp_path, capsys):
         assert len(again) == 2 and all("prompt_logprobs" in body for body in again)
         assert len(list(read(folder / ANSWERS, Answer))) == 3
         assert len(list(read(folder / FIDELITY, Fidelity))) == 9
+        assert fidelity(server, folder, "--prompts", prompts, "--answer-tokens", "16") == 2
         # Another prompt in its place is not mixed with the old answer.
         prompts.write_text(prompts.read_text().replace("some words", "other words"))
         assert fidelity(server, folder, "--prompts", prompts) == 2
@@ -295,3 +297,19 @@ def test_prompts_become_chats_and_texts(prompts):
     assert [m["role"] for m in chat.prompt()["messages"]] == ["system", "user"] and chat.has_prefix
     (message,) = document.prompt()["messages"]
     assert message["content"] == "some words " * 30 + "\n\nwhich words ?" and document.has_prefix
+
+
+def test_intervals_are_paired(tmp_path):
+    """Answers differ much, two columns by the same little everywhere: the difference has no width."""
+    rng = random.Random(0)
+    with Store(tmp_path / FIDELITY, Fidelity) as store:
+        for index in range(12):
+            base = rng.random()
+            for policy, more in (("snapkv", 0.25), ("ada-snapkv", 0.0)):
+                cell = ("prompts", None, None, index, policy, 0.2, "prompt")
+                store.add(Fidelity(*cell, 1, (True,), (-base,), (base + more,), 300, 300, False, 1.0))
+    found = Measures(Settings("m", 0, False, 0, {}, top=20), [], list(read(tmp_path / FIDELITY, Fidelity)))
+    mean = found.divergence.mean(Column("snapkv", 0.2, "prompt"))
+    assert mean.high - mean.low > 0.1
+    text = "\n".join(fidelity_section(found))
+    assert "+0.250 [+0.250, +0.250]" in text and "The full cache was not scored against itself." in text

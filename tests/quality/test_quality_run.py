@@ -353,6 +353,19 @@ def test_wrong_arguments(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["fidelity", "--output", "x", "--dry-run"], "--dry-run was removed: start the run"),
+        (["report", "x", "--eviction-log", "x"], "--eviction-log was removed: vllm-kvevict inspect shows"),
+    ],
+)
+def test_removed_options_of_other_commands(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(argv)
+    assert message in capsys.readouterr().err
+
+
 def test_several_questions_are_asked_of_all_tasks_that_share_a_text():
     alone, several = (
         parse_arguments(["run", "--output", "x", "--questions", str(count)]) for count in (1, 5)

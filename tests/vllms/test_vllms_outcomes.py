@@ -2,9 +2,11 @@
 
 import hashlib
 import io
+import json
 import subprocess
 import sys
 import tarfile
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,15 @@ def test_the_tests_alone_are_unpacked_once(published):
     assert files == {"tests/v1/test_a.py", "pyproject.toml"} and (folder / "needed").is_dir()
     published.unlink()
     assert sources.sources() == folder
+
+
+def test_an_index_page_says_where_the_archive_is(monkeypatch):
+    files = [{"filename": name, "url": name} for name in ("another.tar.gz", sources.FILE)]
+    pages = {"https://index/simple/vllm/": json.dumps({"files": files}).encode()}
+    monkeypatch.setattr(
+        urllib.request, "urlopen", lambda request, timeout: io.BytesIO(pages[request.full_url])
+    )
+    assert sources.address_of("https://index/simple") == f"https://index/simple/vllm/{sources.FILE}"
 
 
 def test_another_archive_is_not_used(published, monkeypatch, capsys):

@@ -17,6 +17,7 @@ from vllm.config import (
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import embeds_input
 from vllm.platforms import current_platform
@@ -492,7 +493,6 @@ def test_resumable_sessions(on, off):
 
 
 def test_beam_search_offline(on, off):
-    """Over HTTP: test_routes_http.py."""
     params = BeamSearchParams(beam_width=2, max_tokens=2)
     with pytest.raises(VLLMValidationError, match="beam search"):
         BeamSearchOfflineMixin.beam_search(
@@ -503,3 +503,16 @@ def test_beam_search_offline(on, off):
         BeamSearchOfflineMixin.beam_search(
             SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=off)), [], params
         )
+
+
+def test_beam_search_online(on, off):
+    """Over HTTP: test_routes_http.py."""
+
+    def search(vllm_config):
+        serving = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=vllm_config))
+        return BeamSearchOnlineMixin.beam_search(serving, {}, "request", BeamSearchParams(2, 2))
+
+    # At the call, not at the first token: after that it could not become an HTTP 400.
+    with pytest.raises(VLLMValidationError, match="beam search"):
+        search(on)
+    assert hasattr(search(off), "__anext__")

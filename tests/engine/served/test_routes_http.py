@@ -188,6 +188,8 @@ def test_prompts(path, scope, server, ids_of):
     count = len(ids_of(document(path)))
     expected = [200] if scope in FIELDS else [200, count]
     assert [line["tokens"] for line in evictions(server, len(expected), start)] == expected
+    beams = {"prompt": QUESTION, "max_tokens": 8, "use_beam_search": True, "n": 2}
+    assert "beam search cannot be used" in post(server, "/v1/completions", beams, 400)
 
 
 def test_scoring(scope, server):
