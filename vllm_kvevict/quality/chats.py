@@ -183,11 +183,7 @@ def _question(fact: Told, text: Callable[[int], list[Message]]) -> Question:
 
 
 OBJECT = 4, "entries of the object", range(1, 101)
-_OF_TURNS = {
-    f"turns-{kind}": QuestionKind(partial(conversation, kind=kind), *OBJECT, "turns") for kind in KINDS
-}
-_OF_TOOLS = {
-    f"tools-{kind}": QuestionKind(partial(tools, kind=kind), *OBJECT, "tools") for kind in TOOL_KINDS
-}
-_OF_INSTRUCTIONS = {"call": QuestionKind(call, 7, "tools in the list", range(2, 26))}
-TASKS: dict[str, QuestionKind] = {**_OF_TURNS, **_OF_TOOLS, **_OF_INSTRUCTIONS}
+_MAKERS = {f"turns-{kind}": (partial(conversation, kind=kind), *OBJECT, "turns") for kind in KINDS}
+_MAKERS |= {f"tools-{kind}": (partial(tools, kind=kind), *OBJECT, "tools") for kind in TOOL_KINDS}
+TASKS = {name: QuestionKind(*made) for name, made in _MAKERS.items()}
+TASKS["call"] = QuestionKind(call, 7, "tools in the list", range(2, 26))

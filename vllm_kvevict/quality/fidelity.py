@@ -181,12 +181,8 @@ async def listed(
     """
     asked = {"prompt": prompt, "logprobs": top, "return_tokens_as_token_ids": True, "vllm_xargs": fields}
     choice = await endpoint.complete({**asked, **params})
-    lists = choice.get("logprobs")
-    if not lists:
-        raise EndpointError(
-            f"{endpoint.url} answers without logprobs, which are what is scored: ask vLLM's server itself, not a "
-            "proxy that leaves them out"
-        )
+    if not (lists := choice.get("logprobs")):
+        raise EndpointError(f"{endpoint.url} answers without logprobs, which are scored: ask it directly")
     rows = [{k.removeprefix(TOKEN): v for k, v in row.items()} for row in lists["top_logprobs"]]
     return tuple(int(token.removeprefix(TOKEN)) for token in lists["tokens"]), rows, choice["text"]
 
