@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
 from tests.engine.support.servers import Setup
 from tests.engine.support.simulation import Simulation
@@ -66,16 +67,18 @@ class Watched(Simulation):
 
     def _watch_room(self) -> None:
         shared, books = self.ledger.shared, self.ledger.books
-        make_room = shared._make_room
+        before_growth = shared.before_growth
 
-        def made(account: Account, tokens: int, is_new: bool) -> Need | None:
+        def made(request: Request, account: Account, tokens: int, is_new: bool) -> Need | None:
             new = account if is_new else None
+            if account.is_reading:
+                shared.uncompressed.let_copy_if_idle(request, account, tokens)
             is_enough = books.fits(account, account.need_at(tokens), shared.droppable_pages(new))
-            need = make_room(account, tokens, is_new)
+            need = before_growth(request, account, tokens, is_new)
             assert (need is not None) == is_enough, "there is other room than what is dropped leaves"
             return need
 
-        shared._make_room = made
+        shared.before_growth = made
 
     def step(self) -> SchedulerOutput:
         unused = self._unused()

@@ -7,6 +7,7 @@ method here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.nodes import Prefix, Segment, Tail
@@ -105,9 +106,12 @@ class Account:
         """Whether its prefill is still to be completed."""
         return self.tokens < self.prefill_len
 
-    @property
+    @cached_property
     def promised_until(self) -> int:
-        """Tokens up to which it is promised its pages: until it is read, and evicted if that comes later."""
+        """Tokens up to which it is promised its pages: until it is read, and evicted if that comes later.
+
+        Asked in every step. An answer's end is moved only once its prompt is evicted, when nothing is promised.
+        """
         return max(self.prefill_len, min(self.plan.evicted_at, self.last_token))
 
     @property

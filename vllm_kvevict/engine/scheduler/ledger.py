@@ -199,7 +199,8 @@ class PageLedger(KVCacheManager):
         if is_new:
             self._admit(request, account)
         self.books.hold(account, need)
-        self.shared.publish(request, account, tokens)
+        if account.is_reading:
+            self.shared.publish(request, account, tokens)
         if account.advance(tokens, self.max_model_len, self.books.ranks):
             self.shared.store(request, account)
         return blocks

@@ -149,16 +149,38 @@ class SharedStore:
         return prefixes, None if tail is None else tail.number, segments
 
     def before_growth(self, request: Request, account: Account, tokens: int, is_new: bool) -> Need | None:
-        """Drop until every rank has room for an account at ``tokens`` tokens, copies included if what it has read stays
-        for others; what it needs then, None if there is no room."""
+        """Drop until every rank has room for an account at ``tokens`` tokens; None if none has.
+
+        What it has read stays for others, and is copied, if that takes only idle pages. For a new request nothing is
+        dropped in vain. Before one that runs is preempted, all goes that nobody uses; a prefix that somebody does only
+        if that is enough.
+
+        Returns:
+            What the account needs then: more, if the prefix that it borrowed from is its own now.
+        """
         if account.is_reading:
             self.uncompressed.let_copy_if_idle(request, account, tokens)
-        return self._make_room(account, tokens, is_new)
+        need, books = account.need_at(tokens), self._books
+        if books.fits(account, need):
+            return need
+        new = account if is_new else None
+        untouchable, kept = (None, None) if new is None else (new.prefix, new.segment)
+        is_enough = books.fits(account, need, self.droppable_pages(new))
+        if is_new and not is_enough:
+            return None
+        self._segments.drop_columns(books.columns_for(books.lacking(account, need)), kept)
+        self.tails.drop_until(partial(books.fits, account, need), new)
+        while not books.fits(account, need):
+            prefix = self.compressed.next_to_drop(untouchable, is_enough)
+            if prefix is None:
+                return None
+            self.compressed.drop(prefix)
+            need = account.need_at(tokens)
+        return need
 
     def publish(self, request: Request, account: Account, tokens: int) -> None:
         """Leave uncompressed what the step that ends at ``tokens`` has read, before it is evicted."""
-        if account.is_reading:
-            self.uncompressed.publish(request, account, tokens)
+        self.uncompressed.publish(request, account, tokens)
 
     def store(self, request: Request, account: Account) -> None:
         """The step evicts a request's prompt, or a part of it: others may begin with what is left."""
@@ -210,33 +232,6 @@ class SharedStore:
             yield tail, "tail", tail.held[index], False
 
     # What goes.
-
-    def _make_room(self, account: Account, tokens: int, is_new: bool) -> Need | None:
-        """Drop until every rank has room for an account at ``tokens`` tokens; None if none has.
-
-        For a new request nothing is dropped in vain. Before one that runs is preempted, all goes that nobody uses; a
-        prefix that somebody does only if that is enough.
-
-        Returns:
-            What the account needs then: more, if the prefix that it borrowed from is its own now.
-        """
-        need, books = account.need_at(tokens), self._books
-        if books.fits(account, need):
-            return need
-        new = account if is_new else None
-        untouchable, kept = (None, None) if new is None else (new.prefix, new.segment)
-        is_enough = books.fits(account, need, self.droppable_pages(new))
-        if is_new and not is_enough:
-            return None
-        self._segments.drop_columns(books.columns_for(books.lacking(account, need)), kept)
-        self.tails.drop_until(partial(books.fits, account, need), new)
-        while not books.fits(account, need):
-            prefix = self.compressed.next_to_drop(untouchable, is_enough)
-            if prefix is None:
-                return None
-            self.compressed.drop(prefix)
-            need = account.need_at(tokens)
-        return need
 
     def droppable_pages(self, new: Account | None = None) -> list[int]:
         """Pages of each rank that would be freed if all went that may, but what a new request begins with."""
