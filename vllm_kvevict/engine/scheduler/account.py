@@ -7,7 +7,6 @@ method here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.nodes import Prefix, Segment, Tail
@@ -48,6 +47,7 @@ class Account:
         beside: blocks that layers which are not evicted hold of it at most, while it is read and afterwards.
         is_invalid: whether the cache was reset after it was admitted: it goes on, and leaves nothing for others.
         is_undecided: whether it is still to be decided, over all stages, what it keeps.
+        promised_until: tokens up to which it is promised its pages: until it is read, and evicted if that comes later.
     """
 
     plan: Plan
@@ -84,6 +84,12 @@ class Account:
     """Ranks that may hold more of its answer than their share: their counts are what they reported last, and only a
     report lowers them."""
 
+    promised_until: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Asked in every step. An answer's end is moved only once its prompt is evicted, when nothing is promised.
+        self.promised_until = max(self.prefill_len, min(self.plan.evicted_at, self.last_token))
+
     # What is known.
 
     @property
@@ -105,14 +111,6 @@ class Account:
     def is_reading(self) -> bool:
         """Whether its prefill is still to be completed."""
         return self.tokens < self.prefill_len
-
-    @cached_property
-    def promised_until(self) -> int:
-        """Tokens up to which it is promised its pages: until it is read, and evicted if that comes later.
-
-        Asked in every step. An answer's end is moved only once its prompt is evicted, when nothing is promised.
-        """
-        return max(self.prefill_len, min(self.plan.evicted_at, self.last_token))
 
     @property
     def awaits_reports(self) -> bool:
