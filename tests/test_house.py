@@ -55,15 +55,16 @@ APART = {
 
 CLOSELY_LOOKED_AT = ("engine.scheduler.", "schedules.", "cache.")
 
-LARGE_CLASSES = {"PagedKVCache": 27, "PageLedger": 22, "Account": 32, "CompressedPrefixes": 21}
+LARGE_CLASSES = {"PagedKVCache": 27, "PageLedger": 22, "Account": 32}
 """Classes with more than 20 public methods, and how many they have."""
 
 SET_FROM_OUTSIDE = {
     "engine.scheduler.answers": "request.max_tokens",
     "engine.scheduler.ledger": "self.prefix_cache_stats.reset",
     "engine.scheduler.scheduler": "output.total_num_scheduled_tokens request.priority self.kv_cache_manager.ends",
-    "engine.scheduler.shared.compressed": "prefix.held prefix.is_invalid",
-    "engine.scheduler.shared.segments": "segment.is_invalid segment.lasting_refs segment.parent.children segment.refs",
+    "engine.scheduler.shared.compressed": "entry.shared entry.storing",
+    "engine.scheduler.shared.graph": "node.counted node.held node.is_invalid node.parent.children used.refs",
+    "engine.scheduler.shared.segments": "segment.is_ready used.lasting_refs",
     "engine.scheduler.shared.store": "producer.priority",
     "schedules.registry": "resident.eviction",
 }

@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[type, str, FunctionType, dict[str, Any]]] = {
     "test_what_is_used_and_what_will_be_is_not_dropped": (SegmentCache, "_use", nobody_uses, {}),
     "test_the_least_recently_used_goes_first_and_none_before_its_followers": (
         SegmentCache,
-        "_to_drop",
+        "evictable",
         in_order_of_use,
         {},
     ),

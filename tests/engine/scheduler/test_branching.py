@@ -273,7 +273,7 @@ def count_users_of_the_last_alone(monkeypatch) -> None:
     monkeypatch.setattr(
         CompressedPrefixes,
         "_count_refs",
-        lambda cache, prefix, more, before=None: count(cache, prefix, more, prefix.parent),
+        lambda cache, prefix, more, until=None: count(cache, prefix, more, prefix.parent),
     )
 
 

@@ -80,7 +80,7 @@ def check_end(simulation: Simulation) -> None:
     for rank in range(len(workers.ranks)):
         assert ledger.shared.compressed.held[rank] == workers.cached_pages(rank)
         assert ledger.shared.tails.held[rank] == workers.tail_pages(rank)
-        uncompressed = ledger.shared.uncompressed.segments.columns * workers.ranks[rank].rows
+        uncompressed = ledger.shared.uncompressed.segments.held[rank]
         assert uncompressed == workers.segment_pages(rank)
         cached = workers.cached_pages(rank) + workers.tail_pages(rank) + uncompressed
         assert workers.held(rank) == cached == ledger.books.cached[rank]

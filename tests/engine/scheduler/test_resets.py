@@ -93,7 +93,7 @@ def test_what_a_request_uses_to_its_end_is_in_use_until_then() -> None:
     assert not simulation.reset()
     assert not simulation.reset()
     simulation.run(5000)
-    assert simulation.reset() and not simulation.ledger.shared.uncompressed.segments.columns
+    assert simulation.reset() and not len(simulation.ledger.shared.uncompressed.segments)
     check_end(simulation)
 
 

@@ -2,23 +2,28 @@
 
 import itertools
 import random
+from collections import Counter
+from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 
+from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.keys import unit_keys
 from vllm_kvevict.engine.scheduler.nodes import Segment
 from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
+from vllm_kvevict.schedules.base import RankCapacity
 
-UNIT = 4
-"""Columns of a unit."""
+COLUMNS = 4
+"""Of a unit."""
+UNIT = 2 * COLUMNS
+"""Pages of a unit, with two rows."""
 
 
 def make(longest: int = 2, most: int = 100) -> SegmentCache:
-    counted: list[int] = []
-    cache = SegmentCache(UNIT, longest * UNIT, most, Outbox(), counted.append)
-    cache.counted = counted
-    return cache
+    books = Books([RankCapacity(10**6, 0, 1, 2, 1, 2)], mock.Mock())
+    return SegmentCache(COLUMNS, longest * COLUMNS, most, Outbox(), books)
 
 
 def keys(prompt: str):
@@ -30,7 +35,7 @@ def store(cache: SegmentCache, prompt: str, name: str = "a") -> Segment | None:
     """Store what of a prompt is not there yet, as a request that ends does; the step is over after that."""
     found = cache.find(keys(prompt), len(prompt))
     parent, start = found or (None, 0)
-    last = cache.store(name, parent, keys(prompt), start, len(prompt) * UNIT)
+    last = cache.store(name, parent, keys(prompt), start, len(prompt) * COLUMNS)
     cache.outbox.take_back(name)
     cache.new_step_starts()
     return last
@@ -39,7 +44,7 @@ def store(cache: SegmentCache, prompt: str, name: str = "a") -> Segment | None:
 def found(cache: SegmentCache, prompt: str) -> int:
     """Units of a prompt that are there."""
     hit = cache.find(keys(prompt), len(prompt))
-    return hit[1] // UNIT if hit else 0
+    return hit[1] // COLUMNS if hit else 0
 
 
 def use(cache: SegmentCache, prompt: str) -> None:
@@ -48,22 +53,21 @@ def use(cache: SegmentCache, prompt: str) -> None:
     cache.touch(last)
 
 
-def check(cache: SegmentCache, loans: list[tuple[Segment, bool]] = ()) -> None:
+def pages(cache: SegmentCache) -> int:
+    """Of all segments."""
+    return cache.held[0]
+
+
+def check(cache: SegmentCache, loans: Sequence[tuple[Segment, bool]] = ()) -> None:
     """Counters say what the segments say."""
+    cache.check(segment for segment, _ in loans)
     segments = list(cache)
-    assert cache.columns == sum(cache.counted) == sum(x.columns for x in segments)
-    users = {x.number: [0, 0] for x in segments}
-    for segment, lasting in loans:
-        for part in segment.chain():
-            users[part.number][0] += 1
-            users[part.number][1] += lasting
-    assert {x.number: [x.refs, x.lasting_refs] for x in segments} == users
-    assert cache.pinned == sum(x.columns for x in segments if x.refs)
-    assert cache.lasting == sum(x.columns for x in segments if x.lasting_refs)
-    for segment in segments:
-        assert segment.parent is None or segment.parent in segments
-        assert segment.children == sum(x.parent is segment for x in segments)
-        assert 0 < segment.columns <= cache.longest
+    lasting = Counter(part for segment, to_the_end in loans if to_the_end for part in segment.chain())
+    assert {x: x.lasting_refs for x in segments} == {x: lasting[x] for x in segments}
+    assert cache.held == [2 * sum(x.columns for x in segments)]
+    assert cache.used() == [2 * sum(x.columns for x in segments if x.refs)]
+    assert cache.used(to_the_end=True) == [2 * sum(x.columns for x in lasting)]
+    assert all(0 < x.columns <= 3 * COLUMNS for x in segments)
 
 
 def test_the_longest_common_prefix_is_found():
@@ -73,15 +77,15 @@ def test_the_longest_common_prefix_is_found():
     assert [found(cache, p) for p in ("abcdefgh", "abcdx", "abcxyz", "abx", "x", "")] == [7, 4, 5, 2, 0, 0]
     assert found(cache, "abcdefg"[:3]) == 3
     last, columns = cache.find(keys("abcxyz"), 6)
-    assert [number for number, _ in last.parts(columns)] == [1, 2, 5, 6][: len(last.chain())]
-    assert sum(part for _, part in last.parts(columns)) == 5 * UNIT
+    assert [number for number, _ in last.parts(columns)] == [1, 2, 5, 6][: len(list(last.chain()))]
+    assert sum(part for _, part in last.parts(columns)) == 5 * COLUMNS
     check(cache)
 
 
 def test_what_a_step_makes_is_found_after_it():
     cache = make()
-    cache.store("a", None, keys("abc"), 0, 3 * UNIT)
-    assert found(cache, "abc") == 0 and cache.soon(keys("abx"), 3) == 2 and cache.known(keys("abc"), 3)
+    cache.store("a", None, keys("abc"), 0, 3 * COLUMNS)
+    assert found(cache, "abc") == 0 and cache.longest(keys("abx"), 3) == 2 and cache.knows(keys("abc")(3))
     cache.new_step_starts()
     assert found(cache, "abx") == 2
 
@@ -92,10 +96,10 @@ def test_the_least_recently_used_goes_first_and_none_before_its_followers():
     store(cache, "xy")
     use(cache, "ab")
     gone = []
-    while cache.drop_columns(1):
+    while cache.drop_one():
         gone.append([found(cache, "ab"), found(cache, "xy")])
     # To ask is not to use.
-    assert gone == [[2, 1], [2, 0], [1, 0], [0, 0]] and not cache.columns
+    assert gone == [[2, 1], [2, 0], [1, 0], [0, 0]] and not pages(cache)
     assert len(cache.outbox.flush(None, None).drops) == 4
 
 
@@ -106,9 +110,9 @@ def test_what_is_used_and_what_will_be_is_not_dropped():
     used, _ = cache.find(keys("ab"), 2)
     cache.retain(used, lasting=True)
     check(cache, [(used, True)])
-    assert cache.droppable(other) == UNIT and cache.columns_if_retained(other) == 4 * UNIT
-    assert cache.lasting_if_retained(None) == 2 * UNIT
-    assert cache.drop_columns(1, other) and not cache.drop_columns(1, other)
+    assert cache.droppable_pages(other) == [UNIT] and cache.used(other) == [4 * UNIT]
+    assert cache.used(to_the_end=True) == [2 * UNIT] and cache.used(other, to_the_end=True) == [4 * UNIT]
+    assert cache.drop_one(other) and not cache.drop_one(other)
     assert (found(cache, "abc"), found(cache, "xy")) == (2, 2)
     cache.release(used, lasting=True)
     check(cache)
@@ -116,13 +120,13 @@ def test_what_is_used_and_what_will_be_is_not_dropped():
 
 def test_two_that_were_read_side_by_side_do_not_hide_each_other():
     cache = make()
-    cache.store("a", None, keys("abc"), 0, 3 * UNIT)
-    cache.store("b", None, keys("abd"), 0, 3 * UNIT)
+    cache.store("a", None, keys("abc"), 0, 3 * COLUMNS)
+    cache.store("b", None, keys("abd"), 0, 3 * COLUMNS)
     cache.new_step_starts()
-    assert cache.columns == 6 * UNIT and found(cache, "abc") == found(cache, "abd") == 3
+    assert pages(cache) == 6 * UNIT and found(cache, "abc") == found(cache, "abd") == 3
     use(cache, "abc")
-    assert cache.drop_columns(1) and cache.drop_columns(1)
-    assert cache.columns == 3 * UNIT and found(cache, "abc") == 3 and found(cache, "abd") == 2
+    assert cache.drop_one() and cache.drop_one()
+    assert pages(cache) == 3 * UNIT and found(cache, "abc") == 3 and found(cache, "abd") == 2
     check(cache)
 
 
@@ -139,7 +143,7 @@ def test_what_will_not_be_made_is_taken_back():
     cache = make()
     store(cache, "ab")
     parent, _ = cache.find(keys("ab"), 2)
-    cache.store("b", parent, keys("abcdef"), 2 * UNIT, 6 * UNIT)
+    cache.store("b", parent, keys("abcdef"), 2 * COLUMNS, 6 * COLUMNS)
     untold = cache.outbox.take_back("b")
     assert len(untold.segments) == 2 and cache.cancel(untold.segments) is parent
     check(cache)
@@ -153,12 +157,29 @@ def test_after_a_reset_nothing_is_found_and_the_rest_goes_with_its_users():
     cache.retain(used, lasting=False)
     cache.begin("reader", keys("xyz"), 3)
     cache.invalidate()
-    assert found(cache, "abc") == 0 and cache.columns == 2 * UNIT and cache.readers(keys("xyz"), 3) == ([], 0)
+    assert found(cache, "abc") == 0 and pages(cache) == 2 * UNIT and cache.readers(keys("xyz"), 3) == ([], 0)
     # What follows it could be found, and it could not.
-    assert cache.store("a", used, keys("abq"), 2 * UNIT, 3 * UNIT) is used
+    assert cache.store("a", used, keys("abq"), 2 * COLUMNS, 3 * COLUMNS) is used
     cache.release(used, lasting=False)
     assert not len(cache) and sorted(cache.outbox.flush(None, None).drops) == [1, 2, 3]
     check(cache)
+
+
+WRONG = {"refs": 2, "children": 1, "counted": ([UNIT], [0], [0]), "keys": ["z"], "number": 9}
+
+
+@pytest.mark.parametrize("what", [*WRONG, "sums"])
+def test_what_is_counted_wrongly_is_noticed(what):
+    cache = make()
+    last = store(cache, "abc")
+    cache.retain(last, lasting=True)
+    check(cache, [(last, True)])
+    if what == "sums":
+        cache.sums[1][0] += 1
+    else:
+        setattr(last, what, WRONG[what])
+    with pytest.raises(RuntimeError, match="kv eviction check"):
+        cache.check([last])
 
 
 def test_who_reads_what():
@@ -192,9 +213,9 @@ def test_against_all_that_was_stored(seed):
             cache.release(*loans.pop(choose.randrange(len(loans))))
         check(cache, loans)
     pinned = {part.number for segment, _ in loans for part in segment.chain()}
-    while cache.drop_columns(1):
+    while cache.drop_one():
         check(cache, loans)
-    assert {segment.number for segment in cache} == pinned and cache.columns == cache.pinned
+    assert {segment.number for segment in cache} == pinned and cache.held == cache.used()
 
 
 def common(one: str, other: str) -> int:

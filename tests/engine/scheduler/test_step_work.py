@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.engine.scheduler.test_prefixes import document
 from tests.engine.support.servers import Setup, make_request
 from tests.engine.support.simulation import Simulation
+from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.gate import Gate
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.outbox import Outbox
@@ -202,9 +204,7 @@ def test_the_work_to_make_room_does_not_depend_on_what_is_cached(policy):
         simulation.run(100 + cached)
         ledger = simulation.ledger
         if policy == "snapkv":
-            ledger.shared.uncompressed.segments.drop_columns(
-                ledger.shared.uncompressed.segments.columns
-            )  # these would go first
+            ledger.shared.uncompressed.segments.drop_until(lambda: False)  # these would go first
         assert len(ledger.shared.compressed) + len(ledger.shared.uncompressed.segments) == cached
         take_away_what_is_free(ledger)
         ask(simulation, "needs room", document(-1, 30), kv_eviction="full")
@@ -219,12 +219,12 @@ def test_the_work_to_make_room_does_not_depend_on_what_is_cached(policy):
 
 def test_twice_the_segments_are_dropped_with_twice_the_work():
     def work(count: int) -> int:
-        cache = SegmentCache(1, 4, count, Outbox(), abs)
+        cache = SegmentCache(1, 4, count, Outbox(), Books([], mock.Mock()))
         for prompt in range(count // 4):  # a chain of three segments, and one by itself that is used later
             for name, units in ((f"long{prompt}", 12), (f"short{prompt}", 4)):
                 cache.store(name, None, lambda count, name=name: (name, count), 0, units)
         assert len(cache) == count
-        return calls(lambda: cache.drop_columns(cache.columns))
+        return calls(lambda: cache.drop_until(lambda: False))
 
     sizes = [work(count) for count in (400, 800, 1600)]
     assert all(after <= 2.2 * before for before, after in pairwise(sizes))

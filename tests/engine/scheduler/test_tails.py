@@ -217,7 +217,7 @@ def test_no_more_are_kept_than_a_server_may(monkeypatch) -> None:
     monkeypatch.setattr(tails, "MOST_TAILS", 2)
     simulation = Watched(chatting())
     conversations(simulation, 4)
-    assert [tail.parent.tokens for tail in simulation.ledger.shared.tails] == [100] * 2
+    assert [tail.prefix.tokens for tail in simulation.ledger.shared.tails] == [100] * 2
     check_end(simulation)
 
 
@@ -228,7 +228,7 @@ def test_a_tail_goes_with_its_chain(monkeypatch) -> None:
     conversations(simulation, 4)
     shared = simulation.ledger.shared
     assert len(shared.compressed) == 2
-    assert {tail.parent for tail in shared.tails} == set(shared.compressed)
+    assert {tail.prefix for tail in shared.tails} == set(shared.compressed)
     check_end(simulation)
 
 

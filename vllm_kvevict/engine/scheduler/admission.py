@@ -97,7 +97,7 @@ class AdmissionControl:
             counts = [found.prefix.kept[rank] for rank in range(len(ranks))]
             until = (self.bounds.most_held(plan, *rank, to_read) for rank in enumerate(counts))
             terms = Terms([pages - shared for pages, shared in zip(until, borrowed, strict=True)])
-            held = held if found.tail is None else found.tail.pages_until(found.tokens)
+            held = held if found.tail is None else found.prefix.pages_behind(found.tokens)
         elif found.segment is not None:
             borrowed = [rank.rows * (found.tokens // self.bounds.page_size) for rank in ranks]
             terms = self.copying(plan, to_read, borrowed, replayed)

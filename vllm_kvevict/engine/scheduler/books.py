@@ -46,18 +46,6 @@ class Books:
         """Shared entries hold so many pages more of each rank."""
         self.cached = [sum(pair) for pair in zip(self.cached, more, strict=True)]
 
-    def cache_columns(self, more: int) -> None:
-        """Segments have so many columns more."""
-        self.cached = self.with_columns(self.cached, more)
-
-    def with_columns(self, pages: Sequence[int], columns: int) -> list[int]:
-        """Pages of each rank together with those of so many columns of segments."""
-        return [more + rank.rows * columns for more, rank in zip(pages, self.ranks, strict=True)]
-
-    def columns_for(self, pages: Sequence[int]) -> int:
-        """Columns of segments that have so many pages of each rank."""
-        return max((-(-more // rank.rows) for more, rank in zip(pages, self.ranks, strict=True)), default=0)
-
     @property
     def held(self) -> list[int]:
         """Pages of each rank that requests and shared entries hold, promises apart."""

@@ -1,10 +1,12 @@
 """Check mode: what the ledger knows is compared with what a rank really holds. Owns nothing."""
 
 from collections.abc import Mapping
+from itertools import chain
 
 from vllm_kvevict.engine.messages import Holdings
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.nodes import Prefix
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 
 
@@ -23,7 +25,8 @@ def verify(
     entries. Every other count is exact.
 
     Args:
-        rank, index: its global rank, and its place in what is counted for each rank.
+        rank, index: its global rank, and its place in what is counted for each rank. With the first one, all that is
+            counted of shared entries is counted anew.
 
     Raises:
         RuntimeError: naming the first request whose counts differ.
@@ -41,6 +44,8 @@ def verify(
         elif count.pages > pages + count.rows * (ahead + count.page_size - 1) // count.page_size:
             _compare(rank, what, pages, count.pages)
     _verify_cached(rank, index, actual.prefixes, shared)
+    if index == 0:
+        shared.check()
     total = sum(account.held[index] for account in accounts.values())
     if total != books.used[index]:
         raise RuntimeError(
@@ -50,11 +55,13 @@ def verify(
 
 def _verify_cached(rank: int, index: int, actual: Mapping[int, int], shared: SharedStore) -> None:
     """Compare what is cached with what a rank holds of it: pages by number."""
-    for entry, kind, expected, is_made in shared.holdings(index):
-        pages = actual.get(entry.number, 0)
-        if is_made or pages or rank in entry.seen_on:
-            _compare(rank, f"{kind} {entry.number}", pages, expected)
-            entry.seen_on.add(rank)
+    for node in chain.from_iterable(shared.kinds):
+        pages = actual.get(node.number, 0)
+        # All ranks have said that they made a prefix; a step in flight may be to make what is not one.
+        is_made = node.is_ready if isinstance(node, Prefix) else pages or rank in node.seen_on
+        if is_made:
+            _compare(rank, f"{node.kind} {node.number}", pages, node.held[index])
+            node.seen_on.add(rank)
 
 
 def _compare(rank: int, what: str, pages: int, expected: int) -> None:

@@ -92,11 +92,7 @@ class SchedulerEnd:
                 message.uncompressed_pages,
                 message.logical_tokens,
             )
-        shared = self.ledger.shared
-        prefixes = shared.compressed
-        self.statistics.on_cache(
-            prefixes.num_ready, prefixes.num_conversations, prefixes.take_dropped(), shared.take_found()
-        )
+        self.statistics.on_cache(*self.ledger.shared.take_statistics())
 
     def _pass_on_claims(self, messages: WorkerMessages) -> None:
         """Join what all ranks say of an eviction, which they do in the same step."""

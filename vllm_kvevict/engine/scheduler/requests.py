@@ -118,13 +118,13 @@ class Requests:
         """By what a request's tokens behind a prefix are found, those that it has by now: one key for each whole unit
         of ``page_size`` tokens, which includes all before it."""
         root, keys = self._keys_behind.get(request.request_id, (None, []))
-        if root != prefix.key:
-            keys = []
+        if root != prefix.keys[0]:
+            root, keys = prefix.keys[0], []
         unit = self.options.page_size
         first = prefix.tokens + len(keys) * unit
         for start in range(first, request.num_tokens - unit + 1, unit):
-            keys.append(self._next_key(request, slice(start, start + unit), keys[-1] if keys else prefix.key))
-        self._keys_behind[request.request_id] = prefix.key, keys
+            keys.append(self._next_key(request, slice(start, start + unit), keys[-1] if keys else root))
+        self._keys_behind[request.request_id] = root, keys
         return keys
 
     def pages_until_read(self, request: Request) -> list[int]:

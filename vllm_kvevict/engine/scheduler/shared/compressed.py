@@ -12,7 +12,7 @@ one follows: what a prompt in parts leaves forms a chain, with a branch wherever
     dropped    its pages are needed, or the cache was reset; a single request that uses it keeps the pages
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from vllm.logger import init_logger
 from vllm.v1.request import Request
@@ -21,60 +21,54 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.messages import StorePrefix
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
-from vllm_kvevict.engine.scheduler.nodes import Prefix
+from vllm_kvevict.engine.scheduler.nodes import Counted, Prefix, plus
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
-from vllm_kvevict.engine.scheduler.shared.entries import Entries
+from vllm_kvevict.engine.scheduler.shared.graph import Graph
 from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
-from vllm_kvevict.engine.scheduler.shared.totals import Totals, pages_pinned
 
 logger = init_logger("vllm.kv_eviction")
 
 
-class CompressedPrefixes(Entries[Prefix]):
-    """Those that are being read, storing or ready; as entries count those that are storing or ready.
+class CompressedPrefixes(Graph[Prefix]):
+    """Those that are being read, storing or ready; nodes of the graph are those that are storing or ready."""
 
-    Attributes:
-        held: pages of each rank that prefixes hold.
-        num_conversations: how many end in conversations: each that no other one follows.
-    """
+    sums: Counted
 
     def __init__(
         self, outbox: Outbox, requests: Requests, books: Books, segments: SegmentCache, tails: Tails
     ):
         most = min((rank.most_prefixes for rank in books.ranks), default=0)
-        super().__init__(most, outbox)
-        self._requests, self._books, self._segments, self._tails = requests, books, segments, tails
-        self.held = [0] * len(books.ranks)
-        self.num_conversations = self._dropped = 0
-        self._by_key: dict[Hashable, Prefix] = {}
+        ranks = len(books.ranks)
+        nothing = Counted([0] * ranks, [0] * ranks, [0] * ranks, [0] * ranks, [0], [0])
+        super().__init__(most, outbox, books, nothing)
+        self._requests, self._segments, self._tails = requests, segments, tails
+        self._dropped = 0
         self._by_producer: dict[tuple[str, int], dict[int, Prefix]] = {}
         """Those that are being read or stored, by their tokens."""
-        self._storing = 0
-        self._totals = Totals(len(books.ranks))
-        self._invalid: dict[int, Prefix] = {}
 
-    @property
-    def num_ready(self) -> int:
-        """How many are ready, also those that no further request may begin with."""
-        return len(self) - self._storing
+    def take_statistics(self) -> tuple[int, int, int]:
+        """How many are ready, also those that no further request may begin with; how many end conversations, since no
+        other one follows; and how many were dropped to make room since the last call, those of a reset apart."""
+        dropped, self._dropped = self._dropped, 0
+        return len(self) - self.sums.is_storing[0], self.sums.is_end[0], dropped
 
     @property
     def awaits_reports(self) -> bool:
         """Whether some are storing."""
-        return bool(self._storing)
+        return self.sums.is_storing[0] > 0
 
     # Who begins with one.
 
     def known(self, request: Request) -> Prefix | None:
         """The longest prefix that a request may begin with or wait for, if there is one. Changes nothing."""
         keys = reversed(self._requests.keys(request).values())
-        return next((self._by_key[key] for key in keys if key in self._by_key), None)
+        return next((self._by_key[key][0] for key in keys if key in self._by_key), None)
 
     def knows_all(self, request: Request) -> bool:
         """Whether there is a prefix, or is going to be, of all that is evicted of a request. Changes nothing."""
-        return self._requests.keys(request).get(self._requests.plan(request).evicted_at) in self._by_key
+        return self.knows(self._requests.keys(request).get(self._requests.plan(request).evicted_at))
 
     def find(self, request: Request) -> Prefix | None:
         """The prefix that a request can begin with now. Modifies the order: one that is ready counts as used.
@@ -82,8 +76,8 @@ class CompressedPrefixes(Entries[Prefix]):
         One that does not fit the pool together with the rest of the prompt is not used: the request reads more of its
         prompt, and the prefix is dropped if its pages are needed.
         """
-        known = map(self._by_key.get, reversed(self._requests.keys(request).values()))
-        ready = [prefix for prefix in known if prefix is not None and prefix.is_ready]
+        known = map(self.lookup, reversed(self._requests.keys(request).values()))
+        ready = [prefix for prefix in known if prefix is not None]
         if ready:
             self.touch(ready[0])
         most = request.num_tokens - self._requests.fewest_read
@@ -108,9 +102,9 @@ class CompressedPrefixes(Entries[Prefix]):
                 return False
         return True
 
-    def touch(self, entry: Prefix) -> None:
+    def touch(self, node: Prefix) -> None:
         """A prefix counts as used now, and its parents right after it. Modifies the order alone."""
-        for prefix in entry.chain():
+        for prefix in node.chain():
             super().touch(prefix)
 
     def begin(self, request: Request, account: Account) -> None:
@@ -122,21 +116,15 @@ class CompressedPrefixes(Entries[Prefix]):
         for tokens, key in self._requests.keys(request).items():
             if tokens <= begins:
                 continue
-            known = self._by_key.get(key)
-            if known is not None:
-                if known.is_ready:
+            if self.knows(key):
+                if known := self.lookup(key):
                     self.touch(known)
                 return
-            prefix = Prefix(
-                self.outbox.new_number(),
-                key,
-                tokens,
-                producer,
-                account.plan.in_turns,
-                [0] * len(self.held),
-                evict_first=self._requests.changes_later(request, tokens),
-            )
-            self._by_key[key] = self._by_producer.setdefault(producer, {})[tokens] = prefix
+            number, held = self.outbox.new_number(), [0] * len(self.held)
+            changes = self._requests.changes_later(request, tokens)
+            prefix = Prefix(number, [key], held, tokens, producer, account.plan.in_turns, evict_first=changes)
+            self._index(prefix)
+            self._by_producer.setdefault(producer, {})[tokens] = prefix
 
     # From reading to ready.
 
@@ -161,29 +149,20 @@ class CompressedPrefixes(Entries[Prefix]):
             self._cancel(prefix)
             return
         fills = prefix.follow(account.prefix, name)
-        self._count_conversation(prefix, 1)
-        self._keep(prefix)
+        self.add(prefix)
         self.outbox.store(name, StorePrefix(prefix.number, None if fills is None else fills.number))
         self._count_storing(prefix, 1)
-        self._count(prefix, copies)
-
-    def _count_conversation(self, prefix: Prefix, more: int) -> None:
-        """A prefix that no other follows is there now (1), or is gone (-1); the one before it is an end without it."""
-        self.num_conversations += more * prefix.in_turns
-        parent, children = prefix.parent, 1 if more > 0 else 0
-        if parent is not None and parent.children == children:
-            self.num_conversations -= more * parent.in_turns
+        self.hold(prefix, copies)
 
     def _count_storing(self, prefix: Prefix, more: int) -> None:
         """A prefix begins to be stored (1), or is not any more (-1)."""
-        self._storing += more
         for entry in prefix.chain():
-            entry.count(storing=more)
-            self._totals.count(entry)
+            entry.storing += more
+            self._count(entry)
 
     def _make_room_for(self, pages: Sequence[int]) -> bool:
         while self.is_full or any(more > left for more, left in zip(pages, self._books.free, strict=True)):
-            if not self.is_full and (self._segments.drop_columns(1) or self._tails.drop_oldest()):
+            if not self.is_full and (self._segments.drop_one() or self._tails.drop_one()):
                 continue
             unused = self.next_to_drop(None, even_borrowed=False)
             if unused is None:
@@ -199,9 +178,7 @@ class CompressedPrefixes(Entries[Prefix]):
             filled: pages of the prefix before it that it has filled.
         """
         prefix.keep(rank, count, filled)
-        held = list(prefix.held)
-        held[rank] = prefix.pages_of(rank, count)
-        self._count(prefix, held)
+        self.hold(prefix, [*prefix.held[:rank], prefix.pages_of(rank, count), *prefix.held[rank + 1 :]])
         if prefix.is_ready:
             self._end_producing(prefix)
             self._count_storing(prefix, -1)
@@ -216,17 +193,9 @@ class CompressedPrefixes(Entries[Prefix]):
     def _cancel(self, prefix: Prefix) -> None:
         """A prefix will not be stored after all; who waits for it need not any more."""
         self._end_producing(prefix)
-        if prefix.is_storing:
+        if prefix in self:
             self._count_storing(prefix, -1)
         self._remove(prefix)
-
-    def _count(self, prefix: Prefix, pages: Sequence[int]) -> None:
-        """A prefix now holds so many pages of each rank."""
-        more = [now - before for now, before in zip(pages, prefix.held, strict=True)]
-        self._books.cache(more)
-        self.held = [sum(pair) for pair in zip(self.held, more, strict=True)]
-        prefix.held = list(pages)
-        self._totals.count(prefix)
 
     # From ready to dropped.
 
@@ -241,24 +210,17 @@ class CompressedPrefixes(Entries[Prefix]):
         prefix.borrowers.add(name)
         self._count_refs(prefix, 1, before)
 
-    def _count_refs(self, prefix: Prefix, more: int, before: Prefix | None = None) -> None:
-        """A prefix and its parents, up to one that is retained already, have a reference more (1) or less (-1)."""
-        for entry in prefix.chain(before):
-            entry.count(refs=more)
+    def _count_refs(self, node: Prefix, more: int, until: Prefix | None = None) -> None:
+        super()._count_refs(node, more, until)
         shared, is_behind = 0, True
-        for entry in prefix.chain():
+        for entry in node.chain():
             shared += entry.note_sharing()
-            entry.count(shared=shared)
-            self._totals.count(entry)
-            # Of the one before these, too, other pages may be in use now.
-            is_behind = is_behind and entry is not before
+            if shared or entry is until:  # of which other pages may be in use now
+                entry.shared += shared
+                self._count(entry)
+            is_behind = is_behind and entry is not until
             if not is_behind and not shared:
                 return
-
-    def _release(self, prefix: Prefix, name: str) -> None:
-        """A request does not use pages of a prefix any more."""
-        prefix.lose(name)
-        self._count_refs(prefix, -1)
 
     def detach(self, name: str, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from the prefix that it borrows, or reads for others.
@@ -267,28 +229,23 @@ class CompressedPrefixes(Entries[Prefix]):
             untold: what the workers were not told of it.
         """
         if account.prefix is not None:
-            self._release(account.prefix, name)
+            account.prefix.lose(name)
+            self._count_refs(account.prefix, -1)
         for prefix in list(self._by_producer.get((name, account.epoch), {}).values()):
-            is_dispatched = prefix.is_storing and not untold.is_store
+            is_dispatched = prefix in self and not untold.is_store
             if not is_dispatched or account.is_undecided or untold.is_answer:
                 self._cancel(prefix)
                 continue
             # Until its step is done the request has the pages; then the prefix does.
             unreported = [0 if rank in prefix.kept else held for rank, held in enumerate(account.held)]
-            self._count(prefix, [sum(pair) for pair in zip(prefix.held, unreported, strict=True)])
+            self.hold(prefix, plus(prefix.held, unreported))
         self.drop_invalid()
 
-    def droppable(self, invalid: bool = False) -> Iterator[Prefix]:
-        """Prefixes that may be dropped now: at first those that nobody borrows, then those that one request does.
-
-        The least recently used come first. Changes nothing.
-
-        Args:
-            invalid: only those that no further request may begin with.
-        """
-        prefixes = self._invalid if invalid else self._stored
+    def droppable(self, prefixes: Iterable[Prefix]) -> Iterator[Prefix]:
+        """Of prefixes, the least recently used first, those that may be dropped now: at first those that nobody
+        borrows, then those that one request does. Changes nothing."""
         for borrowers in (0, 1):
-            for prefix in prefixes.values():
+            for prefix in prefixes:
                 if prefix.page_refs == borrowers and self._may_drop(prefix):
                     yield prefix
 
@@ -301,7 +258,7 @@ class CompressedPrefixes(Entries[Prefix]):
     def next_to_drop(self, untouchable: Prefix | None, even_borrowed: bool) -> Prefix | None:
         """The prefix that goes next to make room, but for one; it frees something, or one does that goes after it.
         Changes nothing."""
-        for prefix in self.droppable():
+        for prefix in self.droppable(self):
             if prefix.page_refs and not even_borrowed:
                 return None  # those that nobody borrows came before
             if prefix is not untouchable and any(any(entry.counted.freed) for entry in prefix.chain()):
@@ -315,51 +272,35 @@ class CompressedPrefixes(Entries[Prefix]):
         kept = {entry for last in (untouchable, *begun) if last is not None for entry in last.chain()}
         return [
             free - sum(entry.counted.freed[rank] for entry in kept)
-            for rank, free in enumerate(self._totals.freed)
+            for rank, free in enumerate(self.sums.freed)
         ]
 
-    def drop(self, prefix: Prefix) -> None:
+    def drop(self, node: Prefix) -> None:
         """Drop a prefix, the last of a chain; what one request borrows of it becomes that request's own."""
-        self._dropped += not prefix.is_invalid
-        self._tails.drop_behind(prefix)
-        self._drop(prefix)
-        for name in prefix.borrowers:
+        self._dropped += not node.is_invalid
+        for tail in list(node.tails):
+            self._tails.drop(tail)
+        super().drop(node)
+        for name in node.borrowers:
             account = self._requests.accounts[name]
             self._books.hold(account, account.own_prefix())
-        if prefix.parent is not None:
-            prefix.parent.adopt(prefix)
 
-    def take_dropped(self) -> int:
-        """How many were dropped to make room since the last call; those of a reset do not count. Counts anew."""
-        dropped, self._dropped = self._dropped, 0
-        return dropped
-
-    def _remove(self, prefix: Prefix) -> None:
-        super()._remove(prefix)
-        self._count(prefix, [0] * len(self.held))
-        self._totals.remove(prefix)
-        prefix.leave_parent()
-        if prefix.is_storing:
-            self._count_conversation(prefix, -1)
-        self._invalid.pop(prefix.number, None)
-        if not prefix.is_invalid:
-            del self._by_key[prefix.key]
+    def _remove(self, node: Prefix) -> None:
+        if node.parent is not None:
+            node.parent.adopt(node)
+        super()._remove(node)
 
     def invalidate(self) -> bool:
-        """No further request begins with what is cached, or waits for what is being read or stored.
+        """As of :meth:`Graph.invalidate`, nor does any request wait for what is being read or stored.
 
         Returns:
             Whether no request uses any, or will go on with what it is leaving as one.
         """
-        for prefix in list(self._by_key.values()):
-            if not prefix.is_storing:
+        known = [prefix for prefixes in self._by_key.values() for prefix in prefixes]
+        for prefix in known:
+            if prefix not in self:
                 self._cancel(prefix)
-                continue
-            prefix.is_invalid = True
-            self._invalid[prefix.number] = prefix
-        self._by_key.clear()
-        self.drop_invalid()
-        return not any(prefix.refs or self._producer_goes_on(prefix) for prefix in self)
+        return super().invalidate() and not any(map(self._producer_goes_on, self))
 
     def _producer_goes_on(self, prefix: Prefix) -> bool:
         name, epoch = prefix.producer
@@ -367,8 +308,7 @@ class CompressedPrefixes(Entries[Prefix]):
         return account is not None and account.epoch == epoch
 
     def drop_invalid(self) -> None:
-        """Drop prefixes that no further request may begin with, as soon as they can be."""
-        while prefixes := list(self.droppable(invalid=True)):
+        while prefixes := list(self.droppable(self._invalid.values())):
             for prefix in prefixes:
                 self.drop(prefix)
 
@@ -380,16 +320,22 @@ class CompressedPrefixes(Entries[Prefix]):
         Args:
             more: one that a further request would borrow.
         """
-        pages = list(self._totals.pinned)
+        pages = list(self.sums.pinned)
         is_shared = is_filled = False
         for entry in more.chain() if more is not None else ():
             is_shared |= entry.shared > 0 or (entry.refs > 0 and any(entry.lends(is_filled)))
-            then, now = pages_pinned(entry, is_shared, is_filled), entry.counted.pinned
+            then, now = entry.held if is_shared else entry.lends(is_filled), entry.counted.pinned
             is_filled = any(entry.fills)
             for rank, page_count in enumerate(then):
                 pages[rank] += page_count - now[rank]
         return pages
 
-    def in_use(self) -> list[int]:
-        """Pages of each rank in prefixes that requests borrow or that are being stored."""
-        return list(self._totals.used)
+    def _counts(self, node: Prefix) -> Counted:
+        held, nothing = node.held, self._nothing[0]
+        lent = node.lends() if node.refs else nothing
+        pinned = held if node.shared else lent
+        used = held if node.refs or node.storing else nothing
+        stays = node.storing or node.shared or not node.is_ready
+        # What a single borrower uses becomes that one's own.
+        freed = nothing if stays else [pages - own for pages, own in zip(held, lent, strict=True)]
+        return Counted(held, pinned, used, freed, [node.in_turns and not node.children], [not node.is_ready])

@@ -5,7 +5,7 @@ tokens with a part of the pages. What goes first are segments, then tails, then 
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 
 from vllm.v1.request import Request
@@ -15,10 +15,11 @@ from vllm_kvevict.engine.messages import Report
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import Found
 from vllm_kvevict.engine.scheduler.books import Books
-from vllm_kvevict.engine.scheduler.nodes import Entry, Prefix
+from vllm_kvevict.engine.scheduler.nodes import Prefix, plus
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
+from vllm_kvevict.engine.scheduler.shared.graph import Graph
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.engine.scheduler.shared.uncompressed import UncompressedPrefixes
 from vllm_kvevict.engine.scheduler.terms import Need
@@ -32,6 +33,7 @@ class SharedStore:
 
     Attributes:
         compressed, tails, uncompressed: its kinds.
+        kinds: the graphs of all their nodes.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class SharedStore:
         self.uncompressed = UncompressedPrefixes(outbox, requests, books, waiting, is_on, block, self.tails)
         self._segments = self.uncompressed.segments
         self.compressed = CompressedPrefixes(outbox, requests, books, self._segments, self.tails)
+        self.kinds: tuple[Graph, ...] = self.compressed, self._segments, self.tails
         self._found: Counter[str] = Counter()
         """Tokens with which requests began, by kind, as metrics name them."""
         self._awaited: set[Hashable] = set()
@@ -91,10 +94,11 @@ class SharedStore:
             self._found["turns" if account.plan.in_turns else "prefix"] += prefix.tokens
             self._found["tail"] += account.tokens - prefix.tokens
 
-    def take_found(self) -> dict[str, int]:
-        """Tokens with which requests have begun since the last call, by kind. Counts anew."""
+    def take_statistics(self) -> tuple[int, int, int, dict[str, int]]:
+        """Those of :meth:`CompressedPrefixes.take_statistics`, and tokens with which requests have begun since the last
+        call, by kind."""
         found, self._found = +self._found, Counter()
-        return dict(found)
+        return *self.compressed.take_statistics(), dict(found)
 
     def tokens_of(self, account: Account) -> int:
         """Tokens that another request with the same prefix need not compute."""
@@ -168,8 +172,9 @@ class SharedStore:
         is_enough = books.fits(account, need, self.droppable_pages(new))
         if is_new and not is_enough:
             return None
-        self._segments.drop_columns(books.columns_for(books.lacking(account, need)), kept)
-        self.tails.drop_until(partial(books.fits, account, need), new)
+        fits = partial(books.fits, account, need)
+        self._segments.drop_until(fits, kept)
+        self.tails.make_room(fits, new)
         while not books.fits(account, need):
             prefix = self.compressed.next_to_drop(untouchable, is_enough)
             if prefix is None:
@@ -221,36 +226,31 @@ class SharedStore:
         """Whether entries are being stored that no request in flight may stand for."""
         return self.compressed.awaits_reports
 
-    def holdings(self, index: int) -> Iterator[tuple[Entry, str, int, bool]]:
-        """Of each entry its kind, the pages of a rank that it holds, and whether no step in flight is to make it."""
-        for prefix in self.compressed:
-            if prefix.is_ready:
-                yield prefix, "compressed prefix", prefix.held[index], True
-        for segment in self._segments:
-            yield segment, "segment", segment.columns * self._books.ranks[index].rows, False
-        for tail in self.tails:
-            yield tail, "tail", tail.held[index], False
+    def check(self) -> None:
+        """As of :meth:`Graph.check`, of all kinds."""
+        accounts = self._requests.accounts.values()
+        self.compressed.check(account.prefix for account in accounts)
+        self._segments.check(account.segment for account in accounts)
+        self.tails.check(())
 
     # What goes.
 
     def droppable_pages(self, new: Account | None = None) -> list[int]:
         """Pages of each rank that would be freed if all went that may, but what a new request begins with."""
         untouchable, kept = (None, None) if new is None else (new.prefix, new.segment)
-        of_prefixes, of_tails = self.compressed.droppable_pages(untouchable), self.tails.droppable(new)
-        pages = [sum(pair) for pair in zip(of_prefixes, of_tails, strict=True)]
-        return self._books.with_columns(pages, self._segments.droppable(kept))
+        of_prefixes, of_tails = self.compressed.droppable_pages(untouchable), self.tails.droppable_pages(new)
+        return plus(of_prefixes, of_tails, self._segments.droppable_pages(kept))
 
     def pinned(self, new: Account) -> tuple[list[int], list[int]]:
         """Pages of each rank that are nobody's own and cannot be dropped if one more request begins: while it is read,
         and until answers end."""
         pages = self.compressed.pinned(new.prefix)
-        used = self._segments.columns_if_retained(new.segment)
-        lasting = self._segments.lasting_if_retained(new.segment if new.is_lasting else None)
-        return self._books.with_columns(pages, used), self._books.with_columns(pages, lasting)
+        lasting = self._segments.used(new.segment if new.is_lasting else None, to_the_end=True)
+        return plus(pages, self._segments.used(new.segment)), plus(pages, lasting)
 
     def in_use(self) -> list[int]:
         """Pages of each rank that requests use, or that are being stored."""
-        return self._books.with_columns(self.compressed.in_use(), self._segments.pinned)
+        return plus(self.compressed.sums.used, self._segments.used())
 
     def detach(self, request: Request, account: Account, untold: TakenBack) -> None:
         """Part an account that ends from all that it borrows, or reads for others."""
@@ -268,8 +268,7 @@ class SharedStore:
             account.invalidate()
         self.tails.invalidate()
         is_unused = self.compressed.invalidate()
-        self._segments.invalidate()
-        return is_unused and not self._segments.pinned
+        return self._segments.invalidate() and is_unused
 
     def remove_waiting(self, name: str) -> None:
         """A request is finished."""

@@ -11,37 +11,28 @@ So that one makes them its own, and what it does not need of them is free. They 
 promised, and all of them go before any compressed prefix.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from vllm.v1.request import Request
 
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.keys import unit_keys
 from vllm_kvevict.engine.scheduler.nodes import Prefix, Tail
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
-from vllm_kvevict.engine.scheduler.shared.entries import Entries
-from vllm_kvevict.schedules.bounds import last_that
+from vllm_kvevict.engine.scheduler.shared.graph import Graph
 
 MOST_TAILS = 4096
 """Tails that a server keeps at most; a conversation that rests has one."""
 
 
-class Tails(Entries[Tail]):
-    """All tails of a server, the oldest first.
-
-    Attributes:
-        held: pages of each rank that they hold.
-    """
+class Tails(Graph[Tail]):
+    """All tails of a server, the oldest first."""
 
     def __init__(self, outbox: Outbox, requests: Requests, books: Books):
-        super().__init__(MOST_TAILS, outbox)
-        self._requests, self._books = requests, books
-        self._unit = requests.options.page_size
-        self.held = [0] * len(books.ranks)
-        self._by_key: dict[Hashable, list[Tail]] = {}
-        self._behind: dict[int, list[Tail]] = {}
-        """By the number of the prefix that they follow."""
+        super().__init__(MOST_TAILS, outbox, books, ([0] * len(books.ranks),))
+        self._requests, self._unit = requests, requests.options.page_size
 
     # Who begins with one.
 
@@ -49,7 +40,7 @@ class Tails(Entries[Tail]):
         """What a waiting request has in common with a tail behind the prefix that it begins with: the tail, and how
         many of its tokens. Changes nothing."""
         plan = self._requests.plan(request)
-        if prefix.number not in self._behind or not plan.in_turns:
+        if not prefix.tails or not plan.in_turns:
             return None
         most = min(
             plan.most_cached(request.num_tokens, prefix.tokens),
@@ -57,8 +48,9 @@ class Tails(Entries[Tail]):
         )
         keys = self._requests.keys_behind(request, prefix)
         most_units = min(len(keys), max(0, most - prefix.tokens) // self._unit)
-        units = last_that(lambda count: keys[count - 1] in self._by_key, 0, most_units)
-        return (self._by_key[keys[units - 1]][0], units * self._unit) if units else None
+        units = self.longest(unit_keys(keys, 1), most_units)
+        tail = self.lookup(keys[units - 1]) if units else None
+        return None if tail is None else (tail, units * self._unit)
 
     def adopt(self, account: Account) -> None:
         """A request was admitted: the beginning of its tail is its own from now on."""
@@ -71,10 +63,10 @@ class Tails(Entries[Tail]):
         """Nothing is left of a tail from so many tokens of its prompt on."""
         if tokens < tail.end:
             self.outbox.cut(tail.number, tail.end - tokens)
-            units = (tokens - tail.parent.tokens) // self._unit
-            self._remove_keys(tail, units)
+            units = (tokens - tail.prefix.tokens) // self._unit
+            self._unindex(tail, tail.keys[units:])
             tail.cut(tokens, units)
-            self._count(tail, tail.pages_until(tokens))
+            self.hold(tail, tail.prefix.pages_behind(tokens))
 
     # Who leaves one.
 
@@ -99,88 +91,42 @@ class Tails(Entries[Tail]):
         # The last token of an answer is not stored, and steps in flight may have gone on beyond it.
         stored = min(account.tokens, request.num_tokens - 1)
         keys = self._requests.keys_behind(request, prefix)[: (stored - prefix.tokens) // self._unit]
-        if prefix.is_invalid or not keys or keys[-1] in self._by_key:
+        if prefix.is_invalid or not keys or self.knows(keys[-1]):
             return
-        end, nothing = prefix.tokens + len(keys) * self._unit, [0] * len(self.held)
-        tail = Tail(self.outbox.new_number(), prefix, keys, end, nothing)
-        pages = tail.pages_until(tail.end)
+        end = prefix.tokens + len(keys) * self._unit
+        pages = prefix.pages_behind(end)
         if self._has_room_for(account, pages):
-            self._store(tail, pages)
-            self.outbox.publish_tail(request.request_id, tail.number, tail.end)
+            if self.is_full:
+                self.drop_one()
+            tail = Tail(self.outbox.new_number(), keys, pages, prefix, end, is_ready=True)
+            self._index(tail)
+            self.add(tail)
+            prefix.tails.append(tail)
+            self.outbox.publish_tail(request.request_id, tail.number, end)
 
     def _has_room_for(self, account: Account, pages: Sequence[int]) -> bool:
         """Whether nobody was promised so many pages of each rank, once an account has ended."""
         ranks = zip(self._books.left, account.held, account.promise, pages, strict=True)
         return all(more <= left + held + promise for left, held, promise, more in ranks)
 
-    def _store(self, tail: Tail, pages: Sequence[int]) -> None:
-        if self.is_full:
-            self.drop_oldest()
-        self._keep(tail)
-        for key in tail.keys:
-            self._by_key.setdefault(key, []).append(tail)
-        self._behind.setdefault(tail.parent.number, []).append(tail)
-        self._count(tail, pages)
-
     # What goes.
 
-    def droppable(self, new: Account | None = None) -> list[int]:
+    def droppable_pages(self, new: Account | None = None) -> list[int]:
         """Pages of each rank that are free once all tails are dropped, but what a further request would begin with."""
         if new is None or new.tail is None:
             return list(self.held)
         return [held - own for held, own in zip(self.held, new.held, strict=True)]
 
-    def drop_until(self, is_enough: Callable[[], bool], new: Account | None = None) -> None:
-        """Drop tails, the oldest first, until there is enough room or none is left but what a further request would
-        begin with."""
+    def make_room(self, is_enough: Callable[[], bool], new: Account | None) -> None:
+        """As :meth:`drop_until`; a further request keeps of a tail what it would begin with."""
         kept = None if new is None else new.tail
         if new is not None and kept is not None and not is_enough():
             self._cut(kept, new.tokens)
-        for tail in list(self):
-            if is_enough():
-                return
-            if tail is not kept:
-                self._drop(tail)
+        self.drop_until(is_enough, kept)
 
-    def drop_oldest(self) -> bool:
-        """Whether there was one."""
-        oldest = next(iter(self), None)
-        if oldest is not None:
-            self._drop(oldest)
-        return oldest is not None
-
-    def drop_behind(self, prefix: Prefix) -> None:
-        """A prefix is about to be dropped."""
-        for tail in list(self._behind.get(prefix.number, ())):
-            self._drop(tail)
-
-    def invalidate(self) -> None:
-        """No further request begins with what is there."""
-        for tail in list(self):
-            self._drop(tail)
-
-    def _remove(self, tail: Tail) -> None:
-        super()._remove(tail)
-        self._count(tail, [0] * len(self.held))
-        self._remove_keys(tail, 0)
-        behind = self._behind[tail.parent.number]
-        behind.remove(tail)
-        if not behind:
-            del self._behind[tail.parent.number]
-
-    def _remove_keys(self, tail: Tail, first: int) -> None:
-        """A tail is not found any more by its units from one on."""
-        for key in tail.keys[first:]:
-            found = self._by_key[key]
-            found.remove(tail)
-            if not found:
-                del self._by_key[key]
-
-    def _count(self, tail: Tail, pages: Sequence[int]) -> None:
-        """A tail now holds so many pages of each rank."""
-        more = [now - before for now, before in zip(pages, tail.hold(pages), strict=True)]
-        self._books.cache(more)
-        self.held = [sum(pair) for pair in zip(self.held, more, strict=True)]
+    def _remove(self, node: Tail) -> None:
+        super()._remove(node)
+        node.prefix.tails.remove(node)
 
 
 def _holds_all_behind(account: Account, prefix: Prefix) -> bool:

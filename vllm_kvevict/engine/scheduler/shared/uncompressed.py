@@ -19,7 +19,7 @@ from vllm_kvevict.engine.scheduler.account import STEPS_AHEAD, Account
 from vllm_kvevict.engine.scheduler.admission import Found
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.keys import UnitKeys, unit_keys
-from vllm_kvevict.engine.scheduler.nodes import Segment
+from vllm_kvevict.engine.scheduler.nodes import Segment, plus
 from vllm_kvevict.engine.scheduler.outbox import Outbox, TakenBack
 from vllm_kvevict.engine.scheduler.requests import Requests
 from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
@@ -77,7 +77,7 @@ class UncompressedPrefixes:
         unit = self._unit // page_size
         part = cdiv(min((rank.columns for rank in books.ranks), default=0), PARTS)
         longest = unit * max(1, cdiv(part, unit))
-        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, outbox, books.cache_columns)
+        self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, outbox, books)
         self._queue_head: dict[str, Waiting] | None = None
         """The first waiting requests, as they were when this step began, without those admitted since. The queue may be
         long, and a step may evict many: it is looked at once in a step, when somebody asks."""
@@ -155,7 +155,7 @@ class UncompressedPrefixes:
             return None  # thousands may ask, and most have nothing in common with anybody
         found = self._find(keys, most)
         units = found[1] // self.segments.unit if found else 0
-        soon = self.segments.soon(keys, most)
+        soon = self.segments.longest(keys, most)
         if soon > units:
             return keys(soon)
         readers, read = self.segments.readers(keys, most)
@@ -182,8 +182,7 @@ class UncompressedPrefixes:
 
     def _idle(self) -> list[int]:
         """Pages of each rank that nobody holds or is promised, and those of tails, and of segments that nobody uses."""
-        left = [sum(pair) for pair in zip(self._books.left, self._tails.held, strict=True)]
-        return self._books.with_columns(left, self.segments.droppable())
+        return plus(self._books.left, self._tails.held, self.segments.droppable_pages())
 
     def begin(self, request: Request, account: Account) -> None:
         """A request was admitted: it uses the segments that it begins with, and others may wait for what it reads."""
@@ -208,7 +207,7 @@ class UncompressedPrefixes:
         if not account.tokens < plan.prompt.leaves_at <= tokens:
             return
         units = self._units(request, plan.leaves(tokens))
-        if not units or self.segments.known(self._keys_of(request), units):
+        if not units or self.segments.knows(self._keys_of(request)(units)):
             return
         copying = self._requests.control.copying(
             plan, account.prefill_len, account.borrowed, account.replayed
@@ -300,7 +299,7 @@ class UncompressedPrefixes:
             return None
         units, keys, before = self._units(request, tokens), self._keys_of(request), self.columns_of(account)
         stop = units * self.segments.unit
-        if stop <= before or self.segments.known(keys, units):
+        if stop <= before or self.segments.knows(keys(units)):
             return None
         last = self.segments.store(request.request_id, account.segment, keys, before, stop)
         return last if last is not account.segment else None
