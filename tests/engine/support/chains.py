@@ -165,7 +165,6 @@ def check_sums(simulation: Simulation) -> None:
     ledger = simulation.ledger
     compressed, accounts, ranks = ledger.shared.compressed, ledger.accounts, len(ledger.books.ranks)
     prefixes = list(compressed)
-    ledger.shared.check()
     users, storing = Counter(), Counter()
     for account in accounts.values():
         users.update(_chain(account.prefix))

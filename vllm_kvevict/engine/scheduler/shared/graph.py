@@ -185,7 +185,7 @@ class Graph(Generic[N]):
                 self.drop(node)
 
     def invalidate(self) -> bool:
-        """No further request begins with what is there; what nobody uses is dropped. Whether nothing is left."""
+        """No further request begins with what is there; what nobody uses is dropped. Whether nobody uses any."""
         self._by_key.clear()
         for number, node in sorted(self._stored.items()):
             node.is_invalid, self._invalid[number] = True, node

@@ -137,8 +137,12 @@ class SegmentCache(Graph[Segment]):
         Args:
             to_the_end: those alone that they use to their end, as this one does.
         """
-        chain, which = more.chain() if more else (), 2 if to_the_end else 1
-        return plus(self.sums[which], *(part.held for part in chain if part.counted[which] != part.held))
+        which = 2 if to_the_end else 1
+        if more is None:
+            return self.sums[which]
+        return plus(
+            self.sums[which], *(part.held for part in more.chain() if part.counted[which] != part.held)
+        )
 
     def invalidate(self) -> bool:
         """As of :meth:`Graph.invalidate`, nor does any request wait for what is being read."""
