@@ -16,12 +16,14 @@ class PageCount:
         tokens: the request's token count at which ``pages`` was taken.
         rows: number of (layer, KV head) rows on the rank.
         gains: ``gains[r]`` pages more after ``r`` more tokens, for 0 <= r < page_size.
+        is_upper_bound: whether the rows may hold fewer.
     """
 
     pages: int
     tokens: int
     rows: int
     gains: tuple[int, ...]
+    is_upper_bound: bool = False
 
     @property
     def page_size(self) -> int:
@@ -71,11 +73,11 @@ class PageCount:
         rest = tokens - entries
         pages = self.at(rest)
         gains = (self.at(rest + more) - pages for more in range(self.page_size))
-        return PageCount(pages, tokens, self.rows, tuple(gains))
+        return PageCount(pages, tokens, self.rows, tuple(gains), self.is_upper_bound)
 
     @classmethod
     def most(cls, entries: int, tokens: int, rows: int, page_size: int) -> "PageCount":
-        """A bound: never below what ``rows`` rows hold which have so many entries together, wherever each ends.
+        """An upper bound: never below what ``rows`` rows hold which have so many entries together, wherever each ends.
 
         A page is missing at most page_size - 1 entries, and only the last one of a row is missing any.
 
@@ -84,7 +86,7 @@ class PageCount:
             tokens: the request's token count at that moment.
         """
         pages = [(entries + rows * (more + page_size - 1)) // page_size for more in range(page_size)]
-        return cls(pages[0], tokens, rows, tuple(count - pages[0] for count in pages))
+        return cls(pages[0], tokens, rows, tuple(count - pages[0] for count in pages), is_upper_bound=True)
 
     def at(self, tokens: int) -> int:
         """Pages held once ``tokens`` tokens (at least ``self.tokens``) are stored."""

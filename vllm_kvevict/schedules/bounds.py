@@ -112,7 +112,7 @@ class MemoryBounds:
                 left = left.after(phase)
             if phase is not None and phase.of_answer:
                 # Its later evictions leave it as many entries again.
-                more = min(tokens - position, phase.interval + self._steps_unreported(phase, index))
+                more = min(tokens - position, phase.interval + self.steps_unreported(phase, index))
                 return max(pages, self._most_left(left, phase.begins - plan.evicted_at + more))
             if position in known:
                 left = left.known(known[position][index])
@@ -123,7 +123,7 @@ class MemoryBounds:
                 return pages
             position = end
 
-    def _steps_unreported(self, answer: Phase, index: int) -> int:
+    def steps_unreported(self, answer: Phase, index: int) -> int:
         """Steps that may be dispatched after one that evicts an answer, until the ledger knows what a rank has dropped.
 
         That is known at once unless a rank may keep more than its share. Steps in flight are one for each stage, and

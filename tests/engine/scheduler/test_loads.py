@@ -198,7 +198,7 @@ def as_if_nothing_had_to_be_kept_since(monkeypatch) -> None:
 
 
 def as_if_reports_came_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(Account, "must_wait", property(lambda account: account.is_undecided))
+    monkeypatch.setattr(Account, "_may_go_ahead", lambda account, pending: True)
 
 
 @pytest.mark.parametrize(

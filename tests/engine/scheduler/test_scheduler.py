@@ -73,9 +73,9 @@ def test_report_of_an_older_admission_is_dropped() -> None:
     assert account.epoch == 2
     simulation.deliver()
     assert simulation.ledger.accounts["r"] is account
-    assert account.awaits_reports and account.held == account.terms.peak == [641]
+    assert account.pending and account.held == account.terms.peak == [641]
     simulation.deliver()
-    assert not account.awaits_reports and account.held[0] < ROWS * 64 / 4
+    assert not account.pending and account.held[0] < ROWS * 64 / 4
     simulation.run(100)
     assert simulation.outputs["r"] == 16
     assert simulation.workers.evictions == [("r", 1, 2048), ("r", 2, 2048)]
@@ -134,7 +134,8 @@ def test_a_request_that_leaves_while_it_is_decided_about(
         for _ in range(steps):
             simulation.step()
         ledger, evictions = simulation.ledger, simulation.workers.evictions
-        is_decided = not ledger.accounts["r2"].is_undecided and "r2" not in ledger.outbox.answered
+        pending, is_answered = ledger.accounts["r2"].pending, "r2" in ledger.outbox.answered
+        is_decided = not (pending and pending.is_undecided) and not is_answered
         leave(simulation, "r2", leaves)
         simulation.run(100)
         assert ("r2", 1, 2048) not in evictions or is_decided

@@ -202,7 +202,7 @@ def _chain(prefix: Prefix | None) -> list[Prefix]:
 def _check_borrowed(accounts: Mapping[str, Account]) -> None:
     """Once all is reported, a request borrows the full pages of the whole chain that it goes on behind."""
     for name, account in accounts.items():
-        if account.segment is None and not account.awaits_reports:
+        if account.segment is None and account.pending is None:
             pages = [plus(prefix.full_pages, prefix.fills) for prefix in _chain(account.prefix)]
             if account.prefix is not None and name in account.prefix.filled_for:
                 pages.append(account.prefix.filled)

@@ -12,14 +12,56 @@ from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.scheduler.nodes import Prefix, Segment, Tail
 from vllm_kvevict.engine.scheduler.terms import Need, Terms
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity
-from vllm_kvevict.schedules.bounds import Known
+from vllm_kvevict.schedules.bounds import Known, MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Phase, Plan
 from vllm_kvevict.schedules.registry import schedule_of
-from vllm_kvevict.schedules.reports import ArbiterAnswer, Claim
+from vllm_kvevict.schedules.reports import Answered, Claim
 
 STEPS_AHEAD = 3
 """Steps that may be dispatched before what the first of them evicts is reported, and one more."""
+
+
+@dataclass
+class PendingEviction:
+    """An eviction of a prompt, or of a part of it, that was dispatched and that some rank has not reported.
+
+    Attributes:
+        phase: that is evicted.
+        unreported: indices of the ranks that have not reported it.
+        chunks: of its prompt, which steps must repeat before.
+        waits_for_stages: whether all pipeline stages are still to decide together what it keeps.
+        by_bound: whether the counts of these ranks are upper bounds until they report: it does not hold all that was
+            read, or it holds copies besides.
+    """
+
+    phase: Phase
+    unreported: set[int]
+    chunks: list[tuple[int, int]]
+    waits_for_stages: bool
+    by_bound: bool
+    _arbiter: Arbiter | None = None
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is still to be decided, over all stages, what it keeps."""
+        return self.waits_for_stages or bool(self.chunks)
+
+    def next_chunk(self) -> tuple[int, int]:
+        """The next chunk of its prompt, which the step that is being scheduled repeats."""
+        return self.chunks.pop(0)
+
+    def on_claims(self, claims: Sequence[Claim], rank: RankCapacity) -> Answered:
+        """Answer what all ranks said of it; the last answer decides it.
+
+        Args:
+            rank: any of them, for the size of the model.
+        """
+        if self._arbiter is None:
+            self._arbiter = schedule_of(self.phase).arbiter(self.phase, rank)
+        said = self._arbiter.on_claims([claim.said for claim in claims])
+        self.waits_for_stages = not self._arbiter.is_done
+        return said
 
 
 @dataclass
@@ -27,35 +69,37 @@ class Account:
     """One request in flight: what it holds, what is promised to its prefill, what it may hold at its end.
 
     Attributes:
+        bounds: what requests hold at most.
         terms: how it is read.
         prompt_len: tokens of the prompt.
         prefill_len: tokens to read: the prompt, and the answer so far if the request was preempted.
-        max_tokens: of the answer.
-        preemptions: how often it was preempted.
-        counts: of each rank, exact up to the next eviction; until an eviction is reported, a bound. What it borrows is
-            counted as its own.
+        last_token: tokens that it will have stored when its answer is as long as it may be; the answer's last one is
+            not stored.
+        epoch: which of the request's admissions it is: 1 for the first.
+        counts: of each rank, exact up to the next eviction; until an eviction is reported, an upper bound. What it
+            borrows is counted as its own.
         replayed: what each rank kept of it in an earlier admission, and will keep again.
-        tokens: stored once the steps dispatched so far are done.
         held, promise: pages of each rank that it holds, and that are kept free for the rest of its prefill.
         borrowed: pages of each rank that it borrows.
         prefix: the last compressed prefix that it borrows pages of; it borrows those of its parents, too.
         tail: with which it began, behind that prefix; what it took of it is its own.
         segment: the last of the segments that it borrows pages of.
+        tokens: stored once the steps dispatched so far are done.
         in_one_step: whether its first step reads all up to its eviction.
-        num_stages: pipeline stages, which decide together what some policies keep.
         reserved_at: where its place in the reserve begins; None if it needs none.
         beside: blocks that layers which are not evicted hold of it at most, while it is read and afterwards.
         is_invalid: whether the cache was reset after it was admitted: it goes on, and leaves nothing for others.
-        is_undecided: whether it is still to be decided, over all stages, what it keeps.
+        pending: the eviction of its prompt that is not reported; None if there is none.
         promised_until: tokens up to which it is promised its pages: until it is read, and evicted if that comes later.
     """
 
     plan: Plan
+    bounds: MemoryBounds
     terms: Terms
     prompt_len: int
     prefill_len: int
-    max_tokens: int
-    preemptions: int
+    last_token: int
+    epoch: int
     counts: list[PageCount]
     replayed: Known
     held: list[int]
@@ -66,25 +110,12 @@ class Account:
     segment: Segment | None = None
     tokens: int = 0
     in_one_step: bool = False
-    num_stages: int = 1
     reserved_at: int | None = None
     beside: tuple[int, int] = (0, 0)
     is_invalid: bool = False
-    is_undecided: bool = False
-    _unreported: set[int] = field(default_factory=set)
-    _to_repeat: list[tuple[int, int]] = field(default_factory=list)
-    _evicting: Phase | None = None
-    """The phase of the eviction that was dispatched last."""
-    _arbiter: Arbiter | None = None
-    _waits_for_stages: bool = False
-    _answer_evicted_at: int = 0
-    _estimated: set[int] = field(default_factory=set)
-    """Ranks whose counts are a bound since its answer was evicted last."""
-    _crowded: set[int] = field(default_factory=set)
-    """Ranks that may hold more of its answer than their share: their counts are what they reported last, and only a
-    report lowers them."""
-
+    pending: PendingEviction | None = None
     promised_until: int = field(init=False)
+    _answer_evicted_at: int = 0
 
     def __post_init__(self) -> None:
         # Asked in every step. An answer's end is moved only once its prompt is evicted, when nothing is promised.
@@ -93,65 +124,33 @@ class Account:
     # What is known.
 
     @property
-    def epoch(self) -> int:
-        """Which of the request's admissions it is: 1 for the first."""
-        return self.preemptions + 1
-
-    @property
-    def last_token(self) -> int:
-        """Tokens it will have stored when its answer is as long as it may be; the answer's last one is not stored."""
-        return self.prompt_len + self.max_tokens - 1
-
-    @property
-    def waits_for_repeats(self) -> bool:
-        """Whether its prompt is read, and steps must repeat it before it is evicted."""
-        return bool(self._to_repeat)
-
-    @property
     def is_reading(self) -> bool:
         """Whether its prefill is still to be completed."""
         return self.tokens < self.prefill_len
 
     @property
-    def awaits_reports(self) -> bool:
-        """Whether ranks have not reported a dispatched eviction yet."""
-        return bool(self._unreported)
-
-    def awaits_report_of(self, index: int) -> bool:
-        """Whether a rank has not, by its index."""
-        return index in self._unreported
-
-    @property
     def is_evicted(self) -> bool:
         """Whether its prompt is evicted for good, or never is, and its counts are exact until the next eviction."""
-        return not self._unreported and self.is_evicted_on(0)
+        return self.pending is None and self.is_evicted_on(0)
 
     def is_evicted_on(self, index: int) -> bool:
         """Whether that is so on a rank, by its index."""
-        if self.plan.prompt is None:
-            return True
-        return self.counts[index].tokens >= self.plan.evicted_at and index not in self._unreported
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether it is not known how much it holds once it is evicted, until that is reported: it does not hold all
-        that was read, or it holds copies besides."""
-        if self.terms.by_layer or self.terms.copies is not None:
-            return True
-        return self._evicting is not None and not schedule_of(self._evicting).holds_whole_prompt
+        pending = self.pending
+        is_reported = pending is None or index not in pending.unreported
+        return is_reported and self.counts[index].tokens >= self.plan.evicted_at
 
     @property
     def must_wait(self) -> bool:
         """Whether it was evicted in a step in flight and must not go on before more is known of that: what it keeps;
         or, where it never held all that was read or has parts to read, what it holds."""
-        return self.is_undecided or (self.awaits_reports and not self._may_go_ahead)
+        pending = self.pending
+        return pending is not None and (pending.is_undecided or not self._may_go_ahead(pending))
 
-    @property
-    def _may_go_ahead(self) -> bool:
+    def _may_go_ahead(self, pending: PendingEviction) -> bool:
         """Whether a step more takes no more pages than its bound, though its eviction is not reported."""
         if self.tokens < self.plan.evicted_at:
             return False  # what it is promised counts on what the part before has freed
-        if not self.is_bounded:
+        if not pending.by_bound:
             return True
         if self.terms.copies is None or self.is_reading:
             return False
@@ -169,7 +168,8 @@ class Account:
 
     def reserved(self, dims: HeadDims) -> int:
         """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""
-        if self.tokens >= self.plan.evicted_at and not self._to_repeat:
+        is_repeating = self.pending is not None and self.pending.chunks
+        if self.tokens >= self.plan.evicted_at and not is_repeating:
             return 0
         return self.plan.reserved(dims, self.in_one_step)
 
@@ -183,14 +183,11 @@ class Account:
         held = self._pages_at(tokens, terms)
         return held, self._promised_at(tokens, held, terms)
 
-    def need_with(self, held: list[int]) -> Need:
-        """The same at its present tokens, if it holds so many pages of each rank."""
-        return held, self._promised_at(self.tokens, held, self.terms)
-
     def _pages_at(self, tokens: int, terms: Terms) -> list[int]:
         """The most pages that the request holds on each rank during a step that ends at ``tokens`` tokens."""
-        part, stored = self._unreported_part, tokens
-        if part is not None:
+        part, stored, counted = None, tokens, self.counts[0].tokens
+        if counted < self.plan.evicted_at:  # some rank has not reported that phase's eviction
+            part = self.plan.part_of(counted)
             if terms.by_layer and self.tokens < part.end <= tokens:
                 return list(terms.peak)
             stored += self._extra_entries(part, tokens)
@@ -198,12 +195,6 @@ class Account:
         if terms.copies is None or part is None or tokens < part.end:
             return own
         return [sum(pair) for pair in zip(own, terms.copies, strict=True)]
-
-    @property
-    def _unreported_part(self) -> Phase | None:
-        """The first phase of its prompt whose eviction some rank has not reported; None if there is none."""
-        counted = self.counts[0].tokens
-        return self.plan.part_of(counted) if counted < self.plan.evicted_at else None
 
     def _extra_entries(self, prompt: Phase, tokens: int) -> int:
         """Entries that each row may hold beside so many tokens, until the prompt is evicted."""
@@ -235,7 +226,7 @@ class Account:
         """It holds, and is promised, so many pages of each rank; called by :class:`Books` alone, which add them up."""
         self.held, self.promise = need
 
-    def advance(self, tokens: int, longest: int, ranks: Sequence[RankCapacity]) -> bool:
+    def advance(self, tokens: int, longest: int) -> bool:
         """A step computes it up to so many tokens, and evicts it if that is due.
 
         If so, it holds no more than now until all ranks have reported that.
@@ -251,118 +242,93 @@ class Account:
         if phase is None or phase.next_eviction(before) > tokens:
             return False
         if phase.of_answer:
-            self._evict_answer(phase, tokens, ranks)
+            for index in range(len(self.counts)):
+                self._drop_of_answer(index, phase, phase.interval, tokens)
+            self._answer_evicted_at = tokens
             return False
-        self._evicting, self._arbiter = phase, None
-        self._waits_for_stages = schedule_of(phase).decides_across_stages(self.num_stages)
-        self._unreported = set(range(len(ranks)))
-        self._to_repeat = schedule_of(phase).chunks(phase, longest) if tokens == phase.end else []
-        self.is_undecided = bool(self._to_repeat) or self._waits_for_stages
-        if self.is_bounded:
-            self.counts = self._bounds_until_reported(tokens, ranks)
+        schedule, is_copied = schedule_of(phase), self.terms.copies is not None
+        self.pending = PendingEviction(
+            phase,
+            set(range(len(self.counts))),
+            schedule.chunks(phase, longest) if tokens == phase.end else [],
+            schedule.decides_across_stages(self.bounds.num_stages),
+            self.terms.by_layer or is_copied or not schedule.holds_whole_prompt,
+        )
+        if self.pending.by_bound:
+            self.counts = self._bounds_until_reported(tokens, is_copied)
         return phase.is_of_prompt and tokens == phase.end
 
-    def _evict_answer(self, answer: Phase, tokens: int, ranks: Sequence[RankCapacity]) -> None:
-        """Count what it holds at most once the step is done; it goes on without waiting for the report of that."""
-        is_ragged = schedule_of(answer).is_ragged(answer.config)
-        for index, rank in enumerate(ranks):
-            if is_ragged and rank.has_some_heads:
-                self._crowded.add(index)
-            self._drop_of_answer(index, answer, answer.interval, tokens)
-        self._answer_evicted_at = tokens
-
     def _drop_of_answer(self, index: int, answer: Phase, dropped: int, tokens: int) -> None:
-        """Count what a rank holds at most once an eviction of its answer at ``tokens`` tokens is done.
+        """Count what a rank holds at most once an eviction of its answer at ``tokens`` tokens is done: it goes on
+        without waiting for the report of that.
 
         Args:
             dropped: entries of each row, on average, that go since its count was taken.
         """
-        if index in self._crowded:
-            return  # Until the report it counts as if it had dropped nothing.
-        count, is_bound = self.counts[index], index in self._estimated
-        is_ragged = schedule_of(answer).is_ragged(answer.config)
-        if is_ragged:
-            self._estimated.add(index)
-        if is_ragged and not is_bound:
+        if self.bounds.steps_unreported(answer, index):
+            return  # It may keep more than its share: until the report it counts as if it had dropped nothing.
+        count = self.counts[index]
+        if count.is_upper_bound or not schedule_of(answer).is_ragged(answer.config):
+            self.counts[index] = count.after_dropping(dropped, tokens)
+        else:
             entries = count.entries + count.rows * (tokens - dropped - count.tokens)
             self.counts[index] = PageCount.most(entries, tokens, count.rows, count.page_size)
-        else:
-            self.counts[index] = count.after_dropping(dropped, tokens)
 
-    def _bounds_until_reported(self, tokens: int, ranks: Sequence[RankCapacity]) -> list[PageCount]:
+    def _bounds_until_reported(self, tokens: int, is_copied: bool) -> list[PageCount]:
         """Counts that do not say where its rows end: any row may need a page for its next token.
 
         Copies have room for some more tokens, so that their rows count as if they had just begun a page.
         """
-        residues = [0] * self.counts[0].page_size
+        residues = [0] * self.bounds.page_size
         counts = []
-        for held, borrowed, rank in zip(self.held, self.borrowed, ranks, strict=True):
-            residues[0 if self.terms.copies is None else 1 % len(residues)] = rank.rows
+        for held, borrowed, count in zip(self.held, self.borrowed, self.counts, strict=True):
+            residues[1 % len(residues) if is_copied else 0] = count.rows
             counts.append(PageCount.from_residues(held + borrowed, tokens, residues))
         return counts
 
-    def next_chunk(self) -> tuple[int, int]:
-        """The next chunk of its prompt, which the step that is being scheduled repeats."""
-        chunk = self._to_repeat.pop(0)
-        self.is_undecided = bool(self._to_repeat) or self._waits_for_stages
-        return chunk
-
-    def on_claims(self, claims: Sequence[Claim], rank: RankCapacity) -> ArbiterAnswer:
-        """Answer what all ranks said of its eviction; the last answer decides it.
+    def on_report(self, index: int, count: PageCount, left: Prefix | None) -> Need | None:
+        """A rank has evicted it and holds so much; what it needs now. Tokens may be ahead: steps in flight.
 
         Args:
-            rank: any of them, for the size of the model.
-        """
-        if self._arbiter is None:
-            assert self._evicting is not None
-            self._arbiter = schedule_of(self._evicting).arbiter(self._evicting, rank)
-        answer = ArbiterAnswer(self.epoch, self._arbiter.on_claims([claim.said for claim in claims]))
-        self.is_undecided = not self._arbiter.is_done
-        return answer
-
-    def on_report(self, index: int, count: PageCount) -> Need:
-        """A rank has evicted it and holds so much; what it needs now. Tokens may be ahead: steps in flight."""
-        self.counts[index] = count
-        self._unreported.discard(index)
-        answer, evicted_at = self.plan.answer, self._answer_evicted_at
-        if answer is not None and count.tokens < evicted_at:
-            # Of its prompt, when steps in flight of a replay have evicted its answer as well.
-            self._estimated.discard(index)
-            left = answer.begins + answer.entries_at(evicted_at)
-            self._drop_of_answer(index, answer, evicted_at - left, evicted_at)
-        now = self.counts[index].at(self.tokens) - self.borrowed[index]
-        return self.need_with([*self.held[:index], now, *self.held[index + 1 :]])
-
-    def on_answer_report(self, index: int, count: PageCount) -> Need | None:
-        """A rank has evicted its answer and holds so much; what it needs now.
-
-        None if it was evicted again meanwhile and the share that is left of it is known: what it held in between says
-        nothing any more. Where the share is not known, it is a bound: from then on rows only grow or drop entries.
-        """
-        if count.tokens < self._answer_evicted_at and index not in self._crowded:
-            return None
-        self._estimated.discard(index)
-        return self.on_report(index, count)
-
-    def on_complete_report(self, index: int, count: PageCount, most: int, left: Prefix | None) -> Need:
-        """As :meth:`on_report`, of a complete eviction: the rest of a replay is promised by what is known now.
-
-        Args:
-            most: pages that it holds there until it is read.
             left: the prefix of what it keeps, if that is cached.
+
+        Returns:
+            None if its answer was evicted again meanwhile and the share that is left of it is known: what it held in
+            between says nothing any more. Where the share is not known, it is an upper bound: from then on rows only
+            grow or drop entries.
         """
+        phase, evicted_at = self.plan.phase_of(count.tokens), self._answer_evicted_at
+        answer = self.plan.answer if count.tokens < evicted_at else None
+        if answer is not None and phase is answer and not self.bounds.steps_unreported(answer, index):
+            return None
+        if phase is not None and not phase.of_answer:
+            self._promise_rest(index, count, left)
+        self.counts[index] = count
+        if self.pending is not None:
+            self.pending.unreported.discard(index)
+            if not self.pending.unreported:
+                self.pending = None
+        if answer is not None:
+            # Steps in flight have evicted its answer since, of a replay even before its prompt's report.
+            kept = answer.begins + answer.entries_at(evicted_at)
+            self._drop_of_answer(index, answer, evicted_at - kept, evicted_at)
+        held = list(self.held)
+        held[index] = self.counts[index].at(self.tokens) - self.borrowed[index]
+        return held, self._promised_at(self.tokens, held, self.terms)
+
+    def _promise_rest(self, index: int, count: PageCount, left: Prefix | None) -> None:
+        """An eviction is complete: the rest of a replay is promised by what is known now."""
         if left is not None:
             self.borrowed[index] = left.borrowed[index]
         elif self.prefix is None:
             self.borrowed[index] = 0  # of segments, which it has copied
-        peak = list(self.terms.peak)
-        peak[index] = most - self.borrowed[index]
+        tokens, peak = max(self.prefill_len, self.tokens), list(self.terms.peak)
+        peak[index] = self.bounds.most_held(self.plan, index, count, tokens) - self.borrowed[index]
         self.terms = replace(self.terms, peak=peak)
-        return self.on_report(index, count)
 
-    def end_answer(self, max_tokens: int) -> None:
-        """Its answer has no more tokens than so many."""
-        self.max_tokens = max_tokens
+    def end_answer(self, last_token: int) -> None:
+        """It has no more than so many tokens stored at its end."""
+        self.last_token = last_token
 
     def invalidate(self) -> None:
         """The cache was reset."""
@@ -378,19 +344,17 @@ class Account:
         """What it borrows of the last prefix becomes its own; it goes on behind that one's parent. Its need then."""
         prefix = self.prefix
         assert prefix is not None
+        self.prefix = prefix.parent
         before = prefix.borrowed_before
-        own = [pages - others for pages, others in zip(self.borrowed, before, strict=True)]
-        peak = [sum(pair) for pair in zip(self.terms.peak, own, strict=True)]
-        self.terms, self.borrowed, self.prefix = replace(self.terms, peak=peak), before, prefix.parent
-        return [sum(pair) for pair in zip(self.held, own, strict=True)], self.promise
-
-    def follow(self, segment: Segment | None) -> None:
-        """The last segment that it borrows of is another."""
-        self.segment = segment
+        return self._lend([others - pages for others, pages in zip(before, self.borrowed, strict=True)])
 
     def publish(self, segment: Segment, pages: Sequence[int]) -> Need:
         """Pages of its own, so many of each rank, become segments, of which it borrows them; what it needs then."""
         self.segment = segment
+        return self._lend(pages)
+
+    def _lend(self, pages: Sequence[int]) -> Need:
+        """It borrows so many pages of each rank that were its own; below 0, they become its own. What it needs then."""
         self.borrowed = [sum(pair) for pair in zip(self.borrowed, pages, strict=True)]
         # Else what was given away would be promised anew.
         peak = [most - fewer for most, fewer in zip(self.terms.peak, pages, strict=True)]

@@ -106,11 +106,12 @@ class AdmissionControl:
             terms = Terms(self.peaks(plan, to_read, by_layer, replayed), by_layer)
         return Account(
             plan,
+            self.bounds,
             terms,
             prompt_len,
             to_read,
-            max_tokens,
-            preemptions,
+            prompt_len + max_tokens - 1,
+            preemptions + 1,
             counts,
             replayed,
             held=held,
@@ -121,7 +122,6 @@ class AdmissionControl:
             segment=found.segment,
             tokens=found.tokens,
             in_one_step=plan.is_read_by(first_step),
-            num_stages=self.bounds.num_stages,
         )
 
     def copying(self, plan: Plan, tokens: int, borrowed: Sequence[int], replayed: Known) -> Terms:
@@ -184,7 +184,7 @@ class AdmissionControl:
         lasting = lasting or pinned
         waiting = sum(account.prefill_len - account.tokens for account in others if account.is_reading)
         steps = cdiv(new.prefill_len + waiting, self.step_tokens)
-        patient = new.preemptions >= PATIENCE
+        patient = new.epoch > PATIENCE
         everyone = [*others, new]
         ends = [self.expected_end(account, patient) for account in running]
         ends += [max(account.tokens, account.prefill_len) for account in less_urgent]
@@ -215,20 +215,18 @@ class AdmissionControl:
     def expected_end(self, account: Account, patient: bool = False) -> int:
         """Tokens an account is expected to have at its end; as many as it may have if it was preempted too often."""
         # However long an answer is that is evicted itself: it never holds more than until its second eviction.
-        if patient or account.preemptions >= PATIENCE or account.plan.answer is not None:
-            reserve = account.max_tokens
-        else:
+        end = account.last_token + 1
+        if not (patient or account.epoch > PATIENCE or account.plan.answer is not None):
             produced = max(account.tokens, account.prefill_len) - account.prompt_len
             # Who has outlived the reserve is expected to double: each wrong guess makes the next preemption rarer.
-            reserve = max(self.decode_reserve, 2 * produced)
-        end = max(account.tokens, account.prompt_len + min(account.max_tokens, reserve))
-        return min(end, self.max_model_len)
+            end = min(end, account.prompt_len + max(self.decode_reserve, 2 * produced))
+        return min(max(account.tokens, end), self.max_model_len)
 
     def expected_pages(self, account: Account, index: int, end: int) -> int:
         """Pages of a rank that an account is expected to hold until ``end`` tokens: exact once evicted, else by its
         budget."""
         count, plan = account.counts[index], account.plan
-        if plan.prompt is None or account.is_evicted_on(index):
+        if account.is_evicted_on(index):
             return self.bounds.most_held(plan, index, count, end) - account.borrowed[index]
         n = plan.evicted_at
         if end < n:

@@ -28,7 +28,7 @@ class AnswerLimits:
             tokens = max(request.num_output_tokens + 1, most - account.prompt_len + 1)
             self._asked.setdefault(request.request_id, (request, request.max_tokens))
             request.max_tokens = tokens
-            account.end_answer(tokens)
+            account.end_answer(account.prompt_len + tokens - 1)
 
     def lift(self) -> None:
         """All answers may have again what was asked for."""

@@ -35,7 +35,8 @@ def verify(
         account = accounts.get(request_id)
         if account is None or account.epoch != epoch:
             continue
-        if account.is_bounded and account.awaits_report_of(index):
+        pending = account.pending
+        if pending is not None and pending.by_bound and index in pending.unreported:
             continue
         count, what = account.counts[index], f"request {request_id} at {tokens} tokens"
         ahead = count.tokens - tokens

@@ -33,7 +33,9 @@ class ExtraTokensSlot:
     def _next_repeat(self) -> str | None:
         """Of the most urgent ones the first to be admitted."""
         reading_again = [
-            name for name, account in self._requests.accounts.items() if account.waits_for_repeats
+            name
+            for name, account in self._requests.accounts.items()
+            if account.pending is not None and account.pending.chunks
         ]
         return min(reading_again, key=lambda name: self._requests.in_flight[name].priority, default=None)
 
@@ -59,9 +61,9 @@ class ExtraTokensSlot:
 
     def _repeat(self, request_id: str) -> ExtraTokens | None:
         account = self._requests.accounts.get(request_id)
-        if account is None or not account.waits_for_repeats:
+        if account is None or account.pending is None or not account.pending.chunks:
             return None
-        start, stop = account.next_chunk()
+        start, stop = account.pending.next_chunk()
         return ExtraTokens(f"{request_id}-repeat-{account.epoch}-{start}", request_id, start, stop)
 
     def _probe(self, request_id: str) -> ExtraTokens:

@@ -35,6 +35,7 @@ from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Admission, Plan
+from vllm_kvevict.schedules.reports import ArbiterAnswer
 
 
 class PageLedger(KVCacheManager):
@@ -201,7 +202,7 @@ class PageLedger(KVCacheManager):
         self.books.hold(account, need)
         if account.is_reading:
             self.shared.publish(request, account, tokens)
-        if account.advance(tokens, self.max_model_len, self.books.ranks):
+        if account.advance(tokens, self.max_model_len):
             self.shared.store(request, account)
         return blocks
 
@@ -312,23 +313,14 @@ class PageLedger(KVCacheManager):
         prefix = self.shared.on_report(request_id, index, count, report, is_gone)
         if account is None or is_gone:
             return
-        phase = account.plan.phase_of(report.tokens)
-        if phase is not None and phase.of_answer:
-            of_answer = account.on_answer_report(index, count)
-            if of_answer is not None:
-                self.books.hold(account, of_answer)
+        need, phase = account.on_report(index, count, prefix), account.plan.phase_of(report.tokens)
+        if need is not None:
+            self.books.hold(account, need)
+        if phase is None or phase.of_answer:
             return
-        if phase is None:
-            need = account.on_report(index, count)
-        else:
-            tokens = max(account.prefill_len, account.tokens)
-            most = self.bounds.most_held(account.plan, index, count, tokens)
-            need = account.on_complete_report(index, count, most, prefix)
-        self.books.hold(account, need)
-        self.shared.after_report(request_id, account, prefix, phase is not None)
-        if phase is not None and not account.awaits_reports:
+        self.shared.after_report(request_id, account, prefix)
+        if account.pending is None:
             self.requests.keep(request_id, account)
-        if phase is not None and account.is_evicted:
             request = self.requests.in_flight[request_id]
             self.limits.limit(request, account, self.bounds, self.max_model_len)
 
@@ -336,12 +328,14 @@ class PageLedger(KVCacheManager):
         """Answer what all ranks said of an eviction; they hear of it before their next step."""
         account = self.accounts.get(request_id)
         if account is not None and account.epoch == claims[0].epoch:
-            self.outbox.answer(request_id, account.on_claims(claims, self.books.ranks[0]))
+            assert account.pending is not None
+            said = account.pending.on_claims(claims, self.books.ranks[0])
+            self.outbox.answer(request_id, ArbiterAnswer(account.epoch, said))
 
     @property
     def awaits_reports(self) -> bool:
         """Whether a dispatched eviction has not been reported yet, so that pages will come back by themselves."""
-        return any(account.awaits_reports for account in self.accounts.values()) or self.shared.awaits_reports
+        return self.shared.awaits_reports or any(account.pending for account in self.accounts.values())
 
     def verify(self, rank: int, actual: Holdings) -> None:
         """Compare with what a rank really holds at the end of its step. Raises RuntimeError if that differs."""

@@ -64,7 +64,7 @@ class OtherLayers:
             soon += account.beside[0] if account.is_reading else account.beside[1]
             later += account.beside[1]
         now = self._blocks.of_others
-        if not any(account.preemptions >= PATIENCE for account in (*accounts, new)):
+        if not any(account.epoch > PATIENCE for account in (*accounts, new)):
             later = now
         # Blocks behind a window are given back a step late.
         return self._with_blocks(while_read, max(soon, now)), self._with_blocks(at_end, later)

@@ -233,7 +233,8 @@ class CompressedPrefixes(Graph[Prefix]):
             self._count_refs(account.prefix, -1)
         for prefix in list(self._by_producer.get((name, account.epoch), {}).values()):
             is_dispatched = prefix in self and not untold.is_store
-            if not is_dispatched or account.is_undecided or untold.is_answer:
+            is_undecided = account.pending is not None and account.pending.is_undecided
+            if not is_dispatched or is_undecided or untold.is_answer:
                 self._cancel(prefix)
                 continue
             # Until its step is done the request has the pages; then the prefix does.

@@ -82,7 +82,7 @@ class SharedStore:
         self.tails.adopt(account)
         self.compressed.begin(request, account)
         self.uncompressed.begin(request, account)
-        if not account.preemptions:
+        if account.epoch == 1:
             self._count_found(account)
 
     def _count_found(self, account: Account) -> None:
@@ -206,19 +206,13 @@ class SharedStore:
             self.compressed.drop_invalid()
         return prefix
 
-    def after_report(
-        self, request_id: str, account: Account, prefix: Prefix | None, is_complete: bool
-    ) -> None:
-        """A request goes on: with the prefix that it has left itself, and without segments once it has copies.
-
-        Args:
-            is_complete: whether an eviction of its prompt is.
-        """
+    def after_report(self, request_id: str, account: Account, prefix: Prefix | None) -> None:
+        """A request goes on: with the prefix that it has left itself, and without segments once it has copies."""
         if prefix is not None and prefix.is_ready:
             self.compressed.retain(prefix, request_id, account.prefix)
             account.retain(prefix)
             self.compressed.drop_invalid()
-        if is_complete and account.is_evicted:
+        if account.is_evicted:
             self.uncompressed.end_copying(account)
 
     @property

@@ -131,7 +131,7 @@ class Tails(Graph[Tail]):
 
 def _holds_all_behind(account: Account, prefix: Prefix) -> bool:
     """Whether a turn of a conversation holds all that it has read behind the compressed prefix that it borrows."""
-    if account.awaits_reports or not account.plan.in_turns:
+    if account.pending is not None or not account.plan.in_turns:
         return False
     answer = account.plan.answer
     if answer is not None and answer.last_eviction(account.tokens) is not None:

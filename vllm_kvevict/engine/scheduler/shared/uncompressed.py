@@ -316,13 +316,15 @@ class UncompressedPrefixes:
             untold: what the workers were not told of it.
         """
         self.segments.end(request.request_id)
+        last = account.segment
         if untold.segments:
-            account.follow(self.segments.cancel(untold.segments))
+            last = self.segments.cancel(untold.segments)
         elif request.is_finished() and account.is_lasting and not untold.is_admission:
             # Steps in flight may have gone on beyond the answer's last token, which is not stored, and have evicted it.
             left = account.plan.leaves_at_end(account.tokens)
             self._freeze(request, account, min(left, request.num_tokens - 1))
-        self._release(account)
+        if last is not None:
+            self.segments.release(last, account.is_lasting)
 
     def end_copying(self, account: Account) -> None:
         """An account was evicted on every rank: it borrows nothing of segments any more."""
