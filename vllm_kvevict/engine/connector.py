@@ -119,7 +119,7 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         waits = (
             not ledger.adapters.has_slot(request)
             or ledger.shared.is_awaited(request)
-            or ledger.gate.awaits_slot(request)
+            or ledger.gate.turn_away(request)
         )
         return (None if waits else 0), False
 

@@ -86,7 +86,6 @@ class Account:
         segment: the last of the segments that it borrows pages of.
         tokens: stored once the steps dispatched so far are done.
         in_one_step: whether its first step reads all up to its eviction.
-        reserved_at: where its place in the reserve begins; None if it needs none.
         beside: blocks that layers which are not evicted hold of it at most, while it is read and afterwards.
         is_invalid: whether the cache was reset after it was admitted: it goes on, and leaves nothing for others.
         pending: the eviction of its prompt that is not reported; None if there is none.
@@ -110,7 +109,6 @@ class Account:
     segment: Segment | None = None
     tokens: int = 0
     in_one_step: bool = False
-    reserved_at: int | None = None
     beside: tuple[int, int] = (0, 0)
     is_invalid: bool = False
     pending: PendingEviction | None = None
@@ -214,9 +212,9 @@ class Account:
 
     # What happens to it.
 
-    def set_seat(self, reserved_at: int | None, beside: tuple[int, int]) -> None:
-        """It may begin, with a place in the reserve and blocks of other layers; see the attributes."""
-        self.reserved_at, self.beside = reserved_at, beside
+    def set_beside(self, beside: tuple[int, int]) -> None:
+        """It is admitted, and other layers will hold so many blocks of it."""
+        self.beside = beside
 
     def set_terms(self, terms: Terms) -> None:
         """It is read on other terms."""

@@ -1,6 +1,6 @@
 """Whether a waiting request may begin: beside those in flight, with places in reserve and ring, and in its turn.
 
-Owns the reserve's places, and whether it or the ring is closed in this step. A question here takes nothing.
+Owns whether reserve or ring is closed in this step: only :meth:`Gate.turn_away` closes them. Questions take nothing.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,6 @@ class Gate:
 
     Args:
         tokens_left: tokens of the step that is being scheduled that nobody takes so far.
-
-    Attributes:
-        is_closed: whether a request of this step found no place in the reserve or in the ring; nobody behind it in the
-            queue overtakes it in what it needs of both.
     """
 
     def __init__(
@@ -41,7 +37,7 @@ class Gate:
 
     def begin_step(self) -> None:
         """Reserve and ring are open again, before anybody asks."""
-        self.is_closed = self._reserve_is_closed = self._ring_is_closed = False
+        self._reserve_is_closed = self._ring_is_closed = False
 
     def new_step_starts(self) -> None:
         """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
@@ -49,13 +45,16 @@ class Gate:
             if not self._requests.accounts[name].reserved(self._head_dims):
                 self._reserve.release(name)
 
-    def awaits_slot(self, request: Request) -> bool:
-        """Whether a waiting request must be passed over until there is room in the reserve, or in the ring.
+    def turn_away(self, request: Request) -> bool:
+        """Turn a waiting request away until there is room for it in the reserve, or in the ring.
 
         One that begins with all that is evicted of it needs no reserve, nor do most that this step can read whole.
 
         Others go on meanwhile. Of those that need what it needs nobody overtakes, lest long prompts never have room:
         vLLM asks in the order of its queue, and leaves out whom it cannot begin anyway.
+
+        Returns:
+            Whether it is passed over in this step.
         """
         if self.is_closed_to(request):
             return True
@@ -63,10 +62,10 @@ class Gate:
         needs_reserve = needed > 0 and not self._begins_evicted(request)
         lacks_reserve = needs_reserve and self._reserve.find(needed) is None
         if lacks_reserve or (keeps_queries and self._ring_is_full):
-            self.is_closed = True
             self._reserve_is_closed |= needs_reserve
             self._ring_is_closed |= keeps_queries
-        return (needs_reserve and self._reserve_is_closed) or (keeps_queries and self._ring_is_closed)
+            return True
+        return needs_reserve and self._reserve_is_closed
 
     def is_closed_to(self, request: Request) -> bool:
         """Whether a waiting request must be passed over because one before it was, as far as that can be told before
@@ -113,16 +112,13 @@ class Gate:
 
     def has_room_for(self, request: Request, new: Account) -> bool:
         """Whether there are places in reserve and ring, if the request needs them, and pages beside the others."""
-        place = None
-        if reserved := new.reserved(self._head_dims):
-            place = self._reserve.find(reserved)
-            if place is None:
-                return False
+        reserved = new.reserved(self._head_dims)
+        if reserved and self._reserve.find(reserved) is None:
+            return False
         if new.keeps_queries and self._ring_is_full:
             return False
         books, accounts = self._books, self._requests.accounts
-        new.set_seat(place, books.others.blocks_beside(request))
-        pinned, lasting = books.others.together_later(*self._shared.pinned(new), accounts.values(), new)
+        pinned, lasting = books.others.together_later(*self._shared.pinned(new), accounts.values(), request)
         running: list[Account] = []
         less_urgent: list[Account] = []
         for name, account in accounts.items():

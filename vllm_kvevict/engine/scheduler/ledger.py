@@ -192,11 +192,17 @@ class PageLedger(KVCacheManager):
                 # Nobody else has pages to give, so a replay would end up here again.
                 self.ends[request.request_id] = RequestStatus.FINISHED_LENGTH_CAPPED
             return None
-        blocks = self._allocate_others(
-            request, account, need, is_new, num_new_tokens, num_new_computed_tokens, *args, **kwargs
-        )
-        if blocks is None:
-            return None
+        blocks: KVCacheBlocks | None = self.empty_kv_cache_blocks
+        if self.others.exist:
+            blocks = self._allocate_others(
+                request, account, need, is_new, num_new_tokens, num_new_computed_tokens, *args, **kwargs
+            )
+        if blocks is not None:
+            self._commit(request, account, tokens, need, is_new)
+        return blocks
+
+    def _commit(self, request: Request, account: Account, tokens: int, need: Need, is_new: bool) -> None:
+        """Let a request have what was found for it, and go on to so many tokens; this cannot fail."""
         if is_new:
             self._admit(request, account)
         self.books.hold(account, need)
@@ -204,7 +210,6 @@ class PageLedger(KVCacheManager):
             self.shared.publish(request, account, tokens)
         if account.advance(tokens, self.max_model_len):
             self.shared.store(request, account)
-        return blocks
 
     def _may_begin(self, request: Request, account: Account) -> bool:
         """Whether a new request is admitted now; one that empty pools could not hold ends instead of waiting."""
@@ -220,9 +225,7 @@ class PageLedger(KVCacheManager):
     def _allocate_others(
         self, request: Request, account: Account, need: Need, is_new: bool, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        """Blocks for the layers that are not evicted, if there are any; None if there are too few."""
-        if not self.others.exist:
-            return self.empty_kv_cache_blocks
+        """Blocks for the layers that are not evicted; None if there are too few."""
         used = zip(self.books.used, need[0], account.held, strict=True)
         pages = [held + new - old for held, new, old in used]
         promised = self.books.promised if is_new else [0] * len(pages)
@@ -230,7 +233,9 @@ class PageLedger(KVCacheManager):
 
     def _admit(self, request: Request, account: Account) -> None:
         """Open the request's account for good; the workers hear of it with this step."""
-        name = request.request_id
+        name, reserved = request.request_id, account.reserved(self.head_dims)
+        place = self.reserve.find(reserved) if reserved else None
+        account.set_beside(self.others.blocks_beside(request))
         self.requests.admit(request, account)
         self.adapters.acquire(request)
         self.outbox.admit(
@@ -239,13 +244,13 @@ class PageLedger(KVCacheManager):
                 account.epoch,
                 account.plan,
                 account.terms.by_layer,
-                account.reserved_at,
+                place,
                 *self.shared.numbers_of(account),
                 account.tokens,
             )
         )
-        if account.reserved_at is not None:
-            self.reserve.acquire(name, account.reserved_at, account.reserved(self.head_dims))
+        if place is not None:
+            self.reserve.acquire(name, place, reserved)
         self.limits.limit(request, account, self.bounds, self.max_model_len)
         if account.prefix is not None:
             self.requests.keep(name, account)
@@ -268,7 +273,7 @@ class PageLedger(KVCacheManager):
         """
         is_asked = max_cache_hit_length is None and self.prefix_cache_lookup_enabled(request)
         # Thousands may wait for a place or a prefix. vLLM asks next whether they have to, and then nothing else.
-        is_asked = is_asked and not (self.gate.is_closed and self.gate.is_closed_to(request))
+        is_asked = is_asked and not self.gate.is_closed_to(request)
         is_asked = is_asked and not self.shared.is_awaited(request)
         found = self.shared.find(request) if is_asked else None
         return self.empty_kv_cache_blocks, 0 if found is None else found.tokens, 0

@@ -49,7 +49,7 @@ class OtherLayers:
         return nothing if self._blocks is None else self._with_blocks(nothing, self._blocks.of_others + more)
 
     def together_later(
-        self, while_read: Sequence[int], at_end: Sequence[int], accounts: Collection[Account], new: Account
+        self, while_read: Sequence[int], at_end: Sequence[int], accounts: Collection[Account], new: Request
     ) -> tuple[list[int], list[int]]:
         """Pages of each rank at two moments, together with those that there cannot be then: while ``new`` is read
         beside these accounts, and when all answers end.
@@ -59,12 +59,13 @@ class OtherLayers:
         """
         if self._blocks is None:
             return list(while_read), list(at_end)
-        soon, later = PADDING + new.beside[0], PADDING + new.beside[1]
+        while_new_is_read, afterwards = self.blocks_beside(new)
+        soon, later = PADDING + while_new_is_read, PADDING + afterwards
         for account in accounts:
             soon += account.beside[0] if account.is_reading else account.beside[1]
             later += account.beside[1]
         now = self._blocks.of_others
-        if not any(account.epoch > PATIENCE for account in (*accounts, new)):
+        if max([new.num_preemptions + 1, *(account.epoch for account in accounts)]) <= PATIENCE:
             later = now
         # Blocks behind a window are given back a step late.
         return self._with_blocks(while_read, max(soon, now)), self._with_blocks(at_end, later)

@@ -207,7 +207,7 @@ class EvictionScheduler(Scheduler):
         ledger = self.kv_cache_manager
         if not ready or not request.skip_reading_prefix_cache or request.num_computed_tokens:
             return ready
-        return ledger.adapters.has_slot(request) and not ledger.gate.awaits_slot(request)
+        return ledger.adapters.has_slot(request) and not ledger.gate.turn_away(request)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

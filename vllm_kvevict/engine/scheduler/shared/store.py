@@ -137,11 +137,14 @@ class SharedStore:
         if prefix.is_ready:
             self.compressed.touch(prefix)
             return None
-        # Priority inheritance: the reader gets the priority of its most urgent waiter.
+        self._inherit_priority(prefix, request)
+        return prefix.number
+
+    def _inherit_priority(self, prefix: Prefix, waiting: Request) -> None:
+        """Whoever reads a prefix gets the priority of the most urgent request that waits for it."""
         producer = self._requests.in_flight.get(prefix.producer[0])
         if producer is not None:
-            producer.priority = min(producer.priority, request.priority)
-        return prefix.number
+            producer.priority = min(producer.priority, waiting.priority)
 
     # What a request gives and gets as it grows.
 
