@@ -277,6 +277,32 @@ def test_functions_of_vllm_are_replaced_in_one_place() -> None:
     hold(offenders(check, "engine."))
 
 
+FIELD = re.compile("kv_[a-z_]+")
+FLAGS = ("eviction", "budget", "decode_budget", "eviction_config")
+
+
+def names_a_field(module: str, tree: ast.Module) -> Iterator[str]:
+    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    yield from (text for text in strings if isinstance(text, str) and FIELD.fullmatch(text))
+
+
+def test_fields_of_requests_are_named_in_one_file() -> None:
+    """Others have flags, arguments and entries of configurations; `inspect` and `quality` are clients."""
+    assert finds(names_a_field, "engine.x", 'fields.get("kv_turns")') == ["kv_turns"]
+    assert not finds(names_a_field, "engine.x", 'f"kv_turns {problem}"; fields.get(TURNS); kv_len = 1')
+    found = offenders(names_a_field, "engine.")
+    hold(
+        (line for line in found if not line.startswith("engine.request_options:")),
+        [
+            "engine.names: kv_eviction",
+            *(f"engine.frontend.plugin: kv_{name}" for name in FLAGS),
+            "engine.frontend.plugin: kv_producer",
+            "engine.frontend.checks: kv_cache_scheme",
+            "engine.sizing: kv_heads",
+        ],
+    )
+
+
 MANY_MEANINGS = {"take", "forget", "give_back"}
 """What nothing is called; better are allocate, acquire or hold; invalidate or remove; free or release."""
 
@@ -431,7 +457,7 @@ def test_files_are_short() -> None:
     suffixes = (".py", ".cpp", ".h")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
-    assert lengths["vllm_kvevict/engine/config.py"] > 300
+    assert lengths["vllm_kvevict/engine/request_options.py"] > 300
     hold(name for name, lines in lengths.items() if lines > 600)
 
 

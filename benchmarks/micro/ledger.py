@@ -25,6 +25,7 @@ from benchmarks.harness.options import whole
 from benchmarks.harness.tables import table
 from benchmarks.micro.loop import Found, in_turns
 from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.request_options import RequestOptions
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.schedules.base import RankCapacity
@@ -39,6 +40,7 @@ STEPS = 32
 """Steps in a round: every row takes one page."""
 BORROWERS = 16
 """Requests that begin with the same prefix, where prefixes are cached."""
+EVICTION = Options.parse({"policy": "ada-snapkv", "budget": 0.2, "decode_reserve": OUTPUT})
 HAS_DTYPE = False
 OPTIONS = (("rounds", whole, 40, "rounds of each manager"),)
 
@@ -52,8 +54,8 @@ def refuse(arguments: argparse.Namespace) -> str | None:
 def make_requests(count: int, last: int) -> list[Request]:
     """Requests that are evicted after ``PROMPT`` tokens, one before their prompt's end, and behind them one of
     ``last`` tokens that has to wait."""
-    prefix = {"kv_prefix_len": PROMPT}
-    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, extra_args=prefix)
+    read = RequestOptions.read(EVICTION, {"kv_prefix_len": PROMPT}, PROMPT + 1)
+    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, extra_args=read.to_extra_args(None))
     lengths = [PROMPT + 1] * count + [last]
     return [Request(f"{index}", [7] * length, params, None) for index, length in enumerate(lengths)]
 
@@ -77,7 +79,6 @@ def make_ledger(requests: Sequence[Request], ranks: int, cached: bool = False) -
     Returns:
         The ledger, and the seconds of one rank's report.
     """
-    options = Options.parse({"policy": "ada-snapkv", "budget": 0.2, "decode_reserve": OUTPUT})
     longest = PROMPT + 1 + OUTPUT
     ledger = PageLedger(
         _cache_config(2),
@@ -85,7 +86,7 @@ def make_ledger(requests: Sequence[Request], ranks: int, cached: bool = False) -
         scheduler_block_size=PAGE,
         hash_block_size=PAGE,
         enable_caching=cached,
-        options=options,
+        options=EVICTION,
         control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, longest),
         head_dims=HeadDims(128, 4),
         prefix_keys=_document_of,

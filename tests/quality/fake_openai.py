@@ -122,7 +122,7 @@ class FakeServer:
     def render(self, body: dict[str, Any]) -> dict[str, Any]:
         fields = body["vllm_xargs"] | {"kv_eviction": "full"}
         if body["messages"][0]["role"] == "system":
-            fields = body["vllm_xargs"] | {"kv_turns": [41], "kv_repeat_rows": [[1]]}
+            fields = body["vllm_xargs"] | {"kv_turns": [41], "kv_rendered": {}}
         return {"token_ids": [*self.ids(body), *self.extra], "sampling_params": {"extra_args": fields}}
 
     def fault_of(self, body: dict[str, Any]) -> str | None:

@@ -241,7 +241,7 @@ def test_chats_are_evicted_turn_by_turn(prompts, tmp_path):
     assert told == {(1, 41, False, 0), (2, 0, True, 0)}
     asked = [body for body in server.asked if "token_ids" in body]
     assert len(asked) == len(found) == 4
-    fields = {"kv_eviction": "snapkv", "kv_budget": 0.2, "kv_turns": [41], "kv_repeat_rows": [[1]]}
+    fields = {"kv_eviction": "snapkv", "kv_budget": 0.2, "kv_turns": [41], "kv_rendered": {}}
     sampling = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 20, "extra_args": fields}
     assert asked[0]["sampling_params"] == sampling and asked[0]["token_ids"][-3:] == [1001, 1002, 1003]
     assert quality.main(["report", str(folder)]) == 0

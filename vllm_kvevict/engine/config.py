@@ -1,4 +1,4 @@
-"""What the user asked for: the server's options and what one request makes of them.
+"""What the user asked for: the server's options.
 
 The options travel as plain JSON in ``VllmConfig.additional_config["kv_eviction"]``, so that every process
 (front-end, engine core, workers) reads the same thing without sharing an object.
@@ -7,56 +7,30 @@ The options travel as plain JSON in ``VllmConfig.additional_config["kv_eviction"
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvevict.engine import read
-from vllm_kvevict.engine.decoding import (
-    ANSWER_FROM,
-    BUDGET,
-    DecodeOptions,
-    answer_from,
-)
+from vllm_kvevict.engine.decoding import DecodeOptions
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.errors import KVEvictionError
 from vllm_kvevict.engine.names import KEY as KEY
-from vllm_kvevict.engine.parameters import (
-    ANY_BUDGET,
-    FIELD,
-    check_parameters,
-    known_config,
-    overridden,
-    parameters_of_request,
-)
+from vllm_kvevict.engine.parameters import ANY_BUDGET, check_parameters, known_config
 from vllm_kvevict.engine.read import ALL, ENGINE_OPTIONS, UNRESERVED
-from vllm_kvevict.engine.scope import check_scope, says_so, with_found
-from vllm_kvevict.engine.turns import LASTING, TURNS, WHOLE, turns_of, whole_of
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.answers import policy_for_answers
-from vllm_kvevict.policies.registry import decoding_policies, lookup
+from vllm_kvevict.policies.registry import decoding_policies, lookup, policies_for_parts
 from vllm_kvevict.schedules import inputs
 from vllm_kvevict.schedules.plan import Phase, Plan, needs_reserve
-from vllm_kvevict.schedules.registry import plan_of, plan_of_parts
-from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
+from vllm_kvevict.schedules.registry import plan_of
 
 DEFAULT_BUDGET = 0.2
 LONG = 1 << 40  # tokens of a prompt that is longer than any window
 
 ENGINE_DEFAULTS = {name: option.default for name, option in ENGINE_OPTIONS.items()}
 
-REQUEST_FIELDS = ("kv_eviction", "kv_budget", FIELD, "kv_prefix_len", TURNS, BUDGET, ANSWER_FROM)
-"""Fields of ``vllm_xargs`` that a request may carry."""
-
-REPEAT_ROWS = "kv_repeat_rows"
-"""The field for :meth:`RepeatPrompts.to_lists`, which depends on tokenizer and chat template."""
-
-KNOWN_FIELDS = (*REQUEST_FIELDS, REPEAT_ROWS, LASTING, WHOLE)
-"""Fields of ours that requests come with; the last three if they were rendered before."""
-
-TRANSFER = "kv_transfer_params"
-OTHERS_FIELDS = (TRANSFER, "kv_cache_report_mode")
-"""Fields that begin like ours and are vLLM's."""
+SCOPE_FLAG = "--kv-eviction-config.scope"
 
 
 @dataclass(frozen=True)
@@ -130,7 +104,7 @@ class Options:
         check_parameters(policy, budget, raw, engine["defaults"], flag, ENGINE_DEFAULTS, named)
         options = cls(policy, budget, raw, decode_budget=decode_budget, **engine)
         options._check_policy_params()
-        check_scope(options.scope, policy, budget, options.keep_first)
+        options._check_scope()
         options.decoding.check()
         return options
 
@@ -168,6 +142,17 @@ class Options:
                     "--kv-eviction-config.policies"
                 )
             check_parameters(policy, ANY_BUDGET, params, self.defaults, f"{flag}.{policy}")
+
+    def _check_scope(self) -> None:
+        """Refuse a policy, or budget, that cannot evict what the scope says, and what only another scope does."""
+        if self.scope == "turns":
+            tokens = int(self.budget) if self.budget > 1 else None
+            check_parts(self.policy, tokens, f"{SCOPE_FLAG} {self.scope}")
+        elif self.keep_first:
+            raise KVEvictionError(
+                f"--kv-eviction-config.keep_first has no effect with scope {self.scope}, which has no parts: use "
+                f"{SCOPE_FLAG} turns"
+            )
 
     def params_of(self, policy: str) -> Mapping[str, Any]:
         """The parameters that the server sets for a policy."""
@@ -223,144 +208,41 @@ class Options:
         sizes = [inputs.size(lookup(name).needs, max_model_len, dims) for name in self.reserved_for]
         return max(sizes, default=0)
 
-    def request_config(self, extra_args: Mapping[str, Any] | None) -> tuple[EvictionConfig, int | None]:
-        """Apply one request's ``vllm_xargs`` to the server's options.
+    @property
+    def config(self) -> EvictionConfig:
+        """The server's own policy, which requests have that name no other."""
+        return known_config(self.policy, self.budget, self.params, self.defaults)
 
-        Parameters that it does not give are those that the server has for the policy that it names, and the policy's
-        defaults, of the server's kind; the budget is inherited unless given.
-
-        Returns:
-            The policy's configuration, and ``kv_prefix_len`` or None.
-
-        Raises:
-            KVEvictionError: one sentence naming the field.
-        """
-        fields = extra_args or {}
-        check_names(fields)
-        policy = fields.get("kv_eviction", self.policy)
-        self._check_allowed(policy)
-        budget = read.budget(fields["kv_budget"], "kv_budget") if "kv_budget" in fields else self.budget
-        prefix_len = fields.get("kv_prefix_len")
-        if prefix_len is not None:
-            prefix_len = read.whole("kv_prefix_len", prefix_len)
-        params = self._params_of_request(policy, fields)
-        try:
-            return known_config(policy, budget, params, self.defaults), prefix_len
-        except ValueError as error:
-            named = next((name for name in ("kv_budget", FIELD) if name in fields), "kv_eviction")
-            raise KVEvictionError(f"{named}: {error}", named) from None
-
-    def _params_of_request(self, policy: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The server's parameters of a policy, with those of the request in their place."""
-        if FIELD not in fields:
-            return self.params_of(policy)
-        given = parameters_of_request(policy, fields[FIELD], self.most_window)
-        params = overridden(policy, self.params_of(policy), given)
-        try:
-            known_config(policy, ANY_BUDGET, params, self.defaults)
-        except ValueError as error:
-            raise KVEvictionError(f"{FIELD}: {error}", FIELD) from None
-        return params
-
-    def _check_allowed(self, policy: Any) -> None:
-        """Refuse a policy that there is not, or that requests may not name."""
-        if policy not in available():
-            raise KVEvictionError(
-                f"kv_eviction: unknown policy {policy!r} (choose from {', '.join(available())})",
-                "kv_eviction",
-            )
-        if not self.allows(policy):
-            raise KVEvictionError(
-                f"kv_eviction: requests may not choose {policy} on this server (--kv-eviction-config.policies "
-                f"{read.listed(self.policies)}): start it with --kv-eviction-config.policies {ALL}, or with a list "
-                f"that names {policy}",
-                "kv_eviction",
-            )
-
-    def plan(self, prompt_len: int, extra_args: Mapping[str, Any] | None = None) -> Plan:
-        """Decide whether, where and how a request of ``prompt_len`` tokens is evicted.
-
-        Raises:
-            KVEvictionError: one sentence naming the field of ``vllm_xargs``.
-        """
-        config, prefix_len = self.request_config(extra_args)
-        if prefix_len is not None and prefix_len > prompt_len:
-            raise KVEvictionError(
-                f"kv_prefix_len must not exceed the length of the prompt, {prompt_len} tokens, got {prefix_len}",
-                "kv_prefix_len",
-            )
-        fields = extra_args or {}
-        turns, budget = turns_of(fields, prompt_len, config), self.decoding.budget_of(fields)
-        begins = answer_from(fields, prompt_len, turns[-1] if turns else prefix_len, budget)
-        answer = self.decoding.phase(budget, begins) if budget else None
-        if turns is not None:
-            whole = self._first_part(config, whole_of(fields, turns))
-            return plan_of_parts(config, turns, self.least_turn, answer, whole)
-        return self.plan_with(config, begins if prefix_len is None else prefix_len, answer)
-
-    def _first_part(self, config: EvictionConfig, whole: int) -> int:
-        """So many tokens of a prompt in parts, which stay whole, as a part of their own; 0 where they fill no page that
-        others could share, or no part is evicted."""
-        return whole if whole >= self.page_size and config.evicts(LONG) else 0
+    def evicts(self, config: EvictionConfig, n: int) -> bool:
+        """Whether a prompt, or a prefix, of n tokens loses entries under a configuration."""
+        return n >= self.min_prompt and config.evicts(n)
 
     def plan_with(self, config: EvictionConfig, n: int, answer: Phase | None = None) -> Plan:
-        """The plan of a prompt, or of a prefix, of n tokens under a configuration, and of its answer."""
-        if n < self.min_prompt:
-            return Plan(config, () if answer is None else (answer,))
-        return plan_of(config, n, answer)
-
-    def fields_in_scope(
-        self,
-        prompt_len: int,
-        found: int | list[int] | None,
-        extra_args: dict[str, Any] | None,
-        missing: str | None = None,
-        most_output: int | None = None,
-    ) -> dict[str, Any] | None:
-        """Check one request's ``vllm_xargs`` and add what the server's scope asks for.
-
-        Args:
-            prompt_len: tokens of the prompt.
-            found: of a chat, tokens before the last user message, or after which its turns end; None if nobody knows.
-            extra_args: the request's ``vllm_xargs``, left as they are.
-            missing: why nobody knows, if the prompt is a chat.
-            most_output: tokens that the answer may have.
-
-        Raises:
-            KVEvictionError: one sentence naming the field.
-        """
-        plan, fields = self.plan(prompt_len, extra_args), extra_args or {}
-        if self.scope == "prompt" or plan.prompt is None or says_so(fields):
-            return extra_args
-        # For one token nothing has to be evicted: its KV is gone at once.
-        nothing = found is None and most_output == 1
-        in_scope = None if nothing else with_found(self.scope, fields, found, missing)
-        if in_scope is not None:
-            self.plan(prompt_len, in_scope)
-            return in_scope
-        # Keeping everything takes no parameters.
-        return {name: value for name, value in fields.items() if name != FIELD} | {"kv_eviction": "full"}
+        """The plan of such a prompt, or prefix, and of its answer."""
+        if self.evicts(config, n):
+            return plan_of(config, n, answer)
+        return Plan(config, () if answer is None else (answer,))
 
 
-def check_names(fields: Iterable[str]) -> None:
-    """Refuse fields of ``vllm_xargs`` that begin like ours and are not.
-
-    Raises:
-        KVEvictionError: one sentence naming the field.
-    """
-    for name in fields:
-        if name.startswith("kv_") and name not in (*KNOWN_FIELDS, *OTHERS_FIELDS):
-            raise KVEvictionError(f"{name} is unknown (valid: {', '.join(REQUEST_FIELDS)})", name)
-
-
-def repeat_prompts_of(params: Any) -> RepeatPrompts | None:
-    """What the front-end found to ask a model that repeats a request's prompt; None if nothing is to be repeated.
+def check_parts(policy: str, tokens: int | None, name: str, field: str | None = None) -> None:
+    """Refuse what cannot evict a prompt part by part.
 
     Args:
-        params: the request's SamplingParams, or None.
+        tokens: the budget, if it is a number of tokens.
+        name: the field or flag that asks for it.
+        field: as of :class:`KVEvictionError`.
+
+    Raises:
+        KVEvictionError: one sentence that begins with the name.
     """
-    fields = (params.extra_args if params else None) or {}
-    return RepeatPrompts.from_lists(fields[REPEAT_ROWS]) if REPEAT_ROWS in fields else None
+    if not lookup(policy).parts:
+        choices = ", ".join(policies_for_parts())
+        raise KVEvictionError(f"{name} cannot be used with policy {policy} (choose from {choices})", field)
+    if tokens is not None:
+        needs = (
+            "a budget that is a share of the tokens, from 0 to 1, since each part keeps a share of its own"
+        )
+        raise KVEvictionError(f"{name} needs {needs}, got {tokens} tokens", field)
 
 
 def options_of(vllm_config: Any) -> Options | None:

@@ -1,20 +1,15 @@
-"""How answers are evicted while they are written, as the server's options and a request's fields say."""
+"""How answers are evicted while they are written, as the server's options say."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvevict.decode_interval import default_interval
-from vllm_kvevict.engine import read
 from vllm_kvevict.engine.errors import KVEvictionError
 from vllm_kvevict.engine.parameters import known_config
 from vllm_kvevict.policies import EvictionConfig, parameters
 from vllm_kvevict.policies.answers import default_window
-from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.plan import Phase, answer_phase
-
-BUDGET, ANSWER_FROM = "kv_decode_budget", "kv_answer_from"
-"""The fields of ``vllm_xargs``."""
 
 LEAST_BUDGET = 4
 """Entries of an answer; with fewer, evictions would overtake what the scheduler hears of them."""
@@ -48,7 +43,7 @@ class DecodeOptions:
             KVEvictionError: one sentence naming the flag.
         """
         if self.budget:
-            self.phase(self.budget, 1, "--kv-decode-budget")
+            self.phase(self.budget, 1)
 
     def config(self, budget: int) -> EvictionConfig:
         """The policy for an answer. Raises ValueError as of the constructor.
@@ -73,7 +68,7 @@ class DecodeOptions:
             return self.interval
         return default_interval(budget, self.page_size)
 
-    def phase(self, budget: int, begins: int, name: str = BUDGET) -> Phase:
+    def phase(self, budget: int, begins: int, name: str = "--kv-decode-budget") -> Phase:
         """The phase of an answer behind a prompt of ``begins`` tokens.
 
         Raises:
@@ -91,47 +86,3 @@ class DecodeOptions:
     def default_phase(self) -> Phase | None:
         """The phase of an answer whose request says nothing of it; None if it is kept."""
         return self.phase(self.budget, 1) if self.budget else None
-
-    def budget_of(self, fields: Mapping[str, Any]) -> int:
-        """The budget of one request's answer, 0 where it is kept.
-
-        Raises:
-            KVEvictionError: one sentence naming the field.
-        """
-        if BUDGET not in fields:
-            return self.budget
-        budget = read.whole(BUDGET, fields[BUDGET], least=0)
-        if budget and not self.budget:
-            raise KVEvictionError(
-                f"{BUDGET} needs a server that was started with --kv-decode-budget, which sets memory aside for it",
-                BUDGET,
-            )
-        if budget > self.budget and lookup(self.policy).compares_entries:
-            raise KVEvictionError(
-                f"{BUDGET} must be at most {self.budget}, the server's --kv-decode-budget: its policy {self.policy} "
-                f"compares every entry with every other, got {budget}",
-                BUDGET,
-            )
-        return budget
-
-
-def answer_from(fields: Mapping[str, Any], prompt_len: int, prefix_len: int | None, budget: int) -> int:
-    """Tokens of a prompt before those that count as an answer already written; all of them if nothing is said.
-
-    Raises:
-        KVEvictionError: one sentence naming the field.
-    """
-    if ANSWER_FROM not in fields:
-        return prompt_len
-    first = read.whole(ANSWER_FROM, fields[ANSWER_FROM])
-    if not budget:
-        raise KVEvictionError(
-            f"{ANSWER_FROM} says where an answer begins that is evicted, but {BUDGET} is 0", ANSWER_FROM
-        )
-    if not (prefix_len or 1) <= first <= prompt_len:
-        least = "1" if prefix_len is None else f"kv_prefix_len ({prefix_len})"
-        raise KVEvictionError(
-            f"{ANSWER_FROM} must be from {least} to the length of the prompt, {prompt_len} tokens, got {first}",
-            ANSWER_FROM,
-        )
-    return first

@@ -15,6 +15,11 @@ class KVEvictionError(ValueError):
         self.field_name = field_name
 
 
+def refused(name: str, words: str) -> KVEvictionError:
+    """What is said of a field or flag, by its name and what is wrong."""
+    return KVEvictionError(f"{name} {words}", name)
+
+
 def finds_none(policy: str, needed: str) -> KVEvictionError:
     """What a server says of a policy that needs something of the model which it has not, or not so that it is read."""
     return KVEvictionError(

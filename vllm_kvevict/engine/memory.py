@@ -11,6 +11,7 @@ from vllm.utils.math_utils import cdiv
 from vllm_kvevict.engine.config import KVEvictionError, Options, require_options
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.layers import NULL_BLOCKS, LayerMap
+from vllm_kvevict.engine.request_options import BUDGET, POLICY, plan_for
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -198,7 +199,7 @@ def _too_long(
     would = f"the longest prompt that fits with kv_eviction={policy} has {fitting} tokens"
     for other in bounded_policies():
         with contextlib.suppress(KVEvictionError):  # a budget that the other policy cannot have
-            bounded = options.plan(prompt_len, _fields(plan, other))
+            bounded = plan_for(options, prompt_len, _fields(plan, other))
             if policy != other and bounds.fits(bounded, prompt_len, in_one_step):
                 would += f", and this one fits with kv_eviction={other}"
     return f"the prompt's {prompt_len} tokens do not fit the KV cache: {would}"
@@ -207,4 +208,4 @@ def _too_long(
 def _fields(plan: Plan, policy: str) -> dict[str, Any]:
     """What a request says to have a policy at the plan's budget."""
     budget = plan.config.keep_ratio or plan.config.budget
-    return {"kv_eviction": policy, **({"kv_budget": budget} if budget else {})}
+    return {POLICY: policy, **({BUDGET: budget} if budget else {})}

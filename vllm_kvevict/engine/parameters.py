@@ -11,9 +11,6 @@ from vllm_kvevict.policies.params import DEFAULTS, WINDOW, Parameter, ParamValue
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.policy_list import parse_parameters, values
 
-FIELD = "kv_params"
-"""The field of ``vllm_xargs`` with a request's parameters, NAME=VALUE[,NAME=VALUE]."""
-
 ANY_BUDGET = 1.0
 """A budget that goes with all parameters."""
 
@@ -85,7 +82,7 @@ def parameters_of_request(policy: str, text: Any, most_window: int) -> dict[str,
         most_window: the largest window that it may have.
 
     Raises:
-        KVEvictionError: one sentence naming the field, what is wrong, and what requests may set.
+        ValueError: one sentence, what is wrong and what requests may set.
     """
     settable = {p.name: p for p in lookup(policy).parameters if p.by_request}
     valid = f"requests may set for policy {policy}: {', '.join(settable) or 'none'}"
@@ -95,7 +92,7 @@ def parameters_of_request(policy: str, text: Any, most_window: int) -> dict[str,
         given = values(parse_parameters(text))
         return {name: _value_of_request(policy, name, value, most_window) for name, value in given.items()}
     except ValueError as error:
-        raise KVEvictionError(f"{FIELD}: {error} ({valid})", FIELD) from None
+        raise ValueError(f"{error} ({valid})") from None
 
 
 def _value_of_request(policy: str, name: str, value: Any, most_window: int) -> ParamValue:

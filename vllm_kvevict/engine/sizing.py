@@ -4,6 +4,7 @@ import itertools
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend.checks import check_stages
 from vllm_kvevict.engine.layers import FULL_ATTENTION, NULL_BLOCKS, layer_types
 from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_layers
+from vllm_kvevict.engine.request_options import RENDERED, TURNS, Rendered, plan_for
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Shortage
-from vllm_kvevict.engine.turns import TURNS, WHOLE
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds, last_that
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -91,8 +92,8 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
     """
     options = Options.parse({"page_size": server.page_size, **settings})
     stages = stage_layers(server.layers, server.pipeline_parallel_size)
-    check_stages(options.request_config(None)[0], list(map(len, stages)), "--policy")
-    control, plan = _admission_control(server, options, stages), options.plan(prompt)
+    check_stages(options.config, list(map(len, stages)), "--policy")
+    control, plan = _admission_control(server, options, stages), plan_for(options, prompt)
     bounds, step = control.bounds, server.max_num_batched_tokens
     counts = [after_eviction(plan, prompt, rank, server.page_size) for rank in bounds.ranks]
     crowd = Crowd(control, plan, prompt, output, counts)
@@ -112,7 +113,7 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
         "at once": at_once,
         "at end": min(rank.pages // pages for rank, pages in zip(bounds.ranks, ends, strict=True)),
         "longest": _bounds(server, stages, counted_blocks(server)).longest_prompt(
-            options.plan, server.max_len
+            partial(plan_for, options), server.max_len
         ),
         "layered": "yes" if alone.terms.by_layer else "no",
         "cached": cached(plan, bounds.ranks, now),
@@ -151,8 +152,8 @@ def conversations(server: Server, settings: Mapping[str, Any], prompt: int, turn
     ).bounds
     fields: dict[str, Any] = {TURNS: [*range(turn, prompt - turn + 1, turn), prompt]}
     if options.keep_first:
-        fields[WHOLE] = fields[TURNS][0]
-    plan = options.plan(prompt, fields)
+        fields[RENDERED] = Rendered(whole=fields[TURNS][0])
+    plan = plan_for(options, prompt, fields)
     chats, with_tail = [], []
     for rank in bounds.ranks:
         most = rank.most_prefixes // max(1, len(plan.parts))

@@ -10,10 +10,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm_kvevict.chats import ChatRequest
 from vllm_kvevict.engine.config import require_options
 from vllm_kvevict.engine.frontend import media
-from vllm_kvevict.engine.frontend.boundaries import find_turns
-from vllm_kvevict.engine.frontend.chat import CHAT, REFUSALS
+from vllm_kvevict.engine.frontend.chat import REFUSALS
 from vllm_kvevict.engine.frontend.requests import passed_on_fields
-from vllm_kvevict.engine.turns import TURNS, WHOLE
+from vllm_kvevict.engine.request_options import TURNS, facts_of
 from vllm_kvevict.inspect.data import Prompt
 from vllm_kvevict.inspect.text import tokenize
 
@@ -24,13 +23,11 @@ class Reading:
 
     Attributes:
         turns: numbers of tokens after which it may be evicted, where that is done turn by turn.
-        whole: those of its front that stay whole, of a server that keeps them; 0 for none.
         rendered: of a chat, the prompt as vLLM has rendered it.
     """
 
     prompt: Prompt
     turns: tuple[int, ...] = ()
-    whole: int = 0
     rendered: Any = None
 
     def fields(self, llm: LLM, fields: dict[str, Any]) -> dict[str, Any]:
@@ -39,14 +36,10 @@ class Reading:
         Raises:
             VLLMValidationError: one sentence naming the field.
         """
-        if self.turns:
-            fields = fields | {TURNS: list(self.turns)}
-        if self.whole:
-            fields = fields | {WHOLE: self.whole}
         if self.rendered is None:
-            return fields
+            return fields | {TURNS: list(self.turns)} if self.turns else fields
         params = SamplingParams(extra_args=fields)
-        return passed_on_fields(llm.llm_engine.vllm_config, llm.renderer, self.rendered, params) or fields
+        return passed_on_fields(llm.llm_engine.vllm_config, llm.renderer, self.rendered, params)
 
 
 def reading_of_text(vllm_config: Any, renderer: Any, text: str, turns: Sequence[int]) -> Reading:
@@ -82,16 +75,18 @@ def reading_of_chat(
     prompt = tokenize(renderer.get_tokenizer(), rendered["prompt"], with_special=False)
     if prompt.ids != list(rendered["prompt_token_ids"]):
         raise ValueError("the chat's tokens are not those of its text, so they cannot be shown")
-    turns = find_turns(rendered[CHAT], rendered)
-    if not turns:
+    facts = facts_of(rendered)
+    if facts.missing is not None:
+        raise ValueError(facts.missing)
+    if not facts.ends:
         raise ValueError(
             "no turn of the chat ends: instructions, or an answer, have to come before its last message"
         )
     options = require_options(vllm_config)
-    whole = rendered.get(WHOLE, 0) if options.keep_first else 0
+    whole = facts.whole if options.keep_first else 0
     if whole < options.page_size:
-        _check_last(vllm_config, turns[-1])
-    return Reading(prompt, tuple(turns), whole, rendered)
+        _check_last(vllm_config, facts.ends[-1])
+    return Reading(prompt, tuple(facts.ends), rendered)
 
 
 def _rendered(renderer: Any, chat: ChatRequest, template: Mapping[str, Any]) -> Any:

@@ -20,11 +20,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 import vllm_kvevict.engine  # noqa: F401  adds the arguments of eviction to vLLM's
 from vllm_kvevict.chats import ChatRequest
 from vllm_kvevict.engine import versions
-from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KVEvictionError, require_options
+from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KVEvictionError, check_parts, require_options
 from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend import command_line
 from vllm_kvevict.engine.memory import bytes_for, overruled_memory
-from vllm_kvevict.engine.turns import check_parts
+from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.worker import recording
 from vllm_kvevict.inspect.conversations import Reading, reading_of_chat, reading_of_text
 from vllm_kvevict.inspect.data import Inspection, Kept
@@ -298,7 +298,7 @@ def _kv_memory(wanted: Wanted, settings: Mapping[str, Any], config: Any) -> dict
     if wanted.in_turns:  # not layer by layer, so as much as what is kept whole
         asked.append({"kv_eviction": "full"})
     # vLLM's check at start-up asks for the longest prompt with the engine's own policy.
-    plans = [options.plan(tokens), *(options.plan(tokens, fields) for fields in asked)]
+    plans = [plan_for(options, tokens, fields) for fields in (None, *asked)]
     needed = bytes_for(config, plans, tokens)
     return {"kv_cache_memory_bytes": needed} if needed < psutil.virtual_memory().available else {}
 
@@ -318,7 +318,7 @@ def _mask(
     joined = recording.evictions(llm.collective_rpc(recording.take_decisions))
     done = recording.of_request(joined, output.request_id)
     mask = np.ones(shape, bool)
-    plan = require_options(llm.llm_engine.vllm_config).plan(len(ids), fields)
+    plan = plan_for(require_options(llm.llm_engine.vllm_config), len(ids), fields)
     if plan.prompt is None:  # all of it fits the budget, or the policy evicts nothing
         return mask, plan
     if not done and len(output.outputs[0].token_ids) < ANSWER_LENGTH:

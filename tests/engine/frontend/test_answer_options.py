@@ -3,6 +3,7 @@
 import pytest
 
 from vllm_kvevict.engine.config import KVEvictionError, Options
+from vllm_kvevict.engine.request_options import plan_for
 
 ON = {"policy": "snapkv", "decode_budget": 40}
 
@@ -14,8 +15,8 @@ def test_defaults() -> None:
     assert [answers.interval_for(budget) for budget in (1024, 1032, 2048, 2056)] == [128, 160, 256, 288]
     assert Options.parse({"policy": "h2o", "decode_budget": 40}).decoding.policy == "ada-snapkv"
     assert Options.parse({**ON, "decode_interval": 7}).decoding.interval_for(4096) == 7
-    assert Options.parse({"policy": "snapkv"}).plan(100).answer is None
-    whole = Options.parse({"policy": "snapkv", "decode_budget": 40, "min_prompt": 200}).plan(100)
+    assert plan_for(Options.parse({"policy": "snapkv"}), 100).answer is None
+    whole = plan_for(Options.parse({"policy": "snapkv", "decode_budget": 40, "min_prompt": 200}), 100)
     assert whole.prompt is None and whole.answer is not None and whole.answer.positions[0] == 100 + 40 + 128
 
 
@@ -27,13 +28,13 @@ def test_a_request_needs_a_server_that_evicts_answers() -> None:
         {"kv_answer_from": 10, "kv_decode_budget": 0},
     ):
         with pytest.raises(KVEvictionError) as error:
-            off.plan(100, fields)
+            plan_for(off, 100, fields)
         assert error.value.field_name == next(iter(fields)), fields
-    assert off.plan(100, {"kv_decode_budget": 0}).answer is None
-    assert on.plan(100, {"kv_decode_budget": 0}).answer is None
-    answer = on.plan(100, {"kv_decode_budget": 2048, "kv_answer_from": 60}).answer
+    assert plan_for(off, 100, {"kv_decode_budget": 0}).answer is None
+    assert plan_for(on, 100, {"kv_decode_budget": 0}).answer is None
+    answer = plan_for(on, 100, {"kv_decode_budget": 2048, "kv_answer_from": 60}).answer
     assert answer is not None and (answer.begins, answer.positions[0]) == (60, 60 + 2048 + 256)
-    assert on.plan(100, {"kv_answer_from": 60}).prompt == on.plan(60).prompt
+    assert plan_for(on, 100, {"kv_answer_from": 60}).prompt == plan_for(on, 60).prompt
 
 
 def test_a_policy_that_compares_all_entries_has_no_larger_budget_than_the_servers() -> None:
@@ -42,10 +43,10 @@ def test_a_policy_that_compares_all_entries_has_no_larger_budget_than_the_server
     with pytest.raises(
         KVEvictionError, match=r"at most 40, the server's --kv-decode-budget.* got 41"
     ) as error:
-        quadratic.plan(100, {"kv_decode_budget": 41})
+        plan_for(quadratic, 100, {"kv_decode_budget": 41})
     assert error.value.field_name == "kv_decode_budget"
-    assert quadratic.plan(100, {"kv_decode_budget": 30}).answer is not None
-    assert Options.parse(ON).plan(100, {"kv_decode_budget": 41}).answer is not None
+    assert plan_for(quadratic, 100, {"kv_decode_budget": 30}).answer is not None
+    assert plan_for(Options.parse(ON), 100, {"kv_decode_budget": 41}).answer is not None
 
 
 @pytest.mark.parametrize("budget", [2**40 + 1, 9 * 10**18, 2**63 - 200, 2**64 - 1, 1e19, 1e300])
@@ -53,7 +54,7 @@ def test_a_budget_that_no_answer_needs_is_refused(budget: float) -> None:
     """Its first eviction would come after more tokens than anything counts."""
     on = Options.parse(ON)
     with pytest.raises(KVEvictionError, match="kv_decode_budget must be at most 1099511627776") as error:
-        on.plan(100, {"kv_decode_budget": budget})
+        plan_for(on, 100, {"kv_decode_budget": budget})
     assert error.value.field_name == "kv_decode_budget"
-    largest = on.plan(100, {"kv_decode_budget": 2**40}).answer
+    largest = plan_for(on, 100, {"kv_decode_budget": 2**40}).answer
     assert largest is not None and largest.end > largest.positions[0] > 2**40 and largest.interval > 0

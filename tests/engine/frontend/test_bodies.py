@@ -7,8 +7,8 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.testclient import TestClient
 
-from vllm_kvevict.engine.config import REQUEST_FIELDS
 from vllm_kvevict.engine.frontend.bodies import BodyCheck, check_body, fault_of
+from vllm_kvevict.engine.request_options import REQUEST_FIELDS
 
 
 @pytest.mark.parametrize("name", REQUEST_FIELDS)

@@ -28,8 +28,7 @@ from tests.engine.support.turn_templates import (
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.frontend import boundaries, chat
 from vllm_kvevict.engine.frontend.boundaries import find_turns, longest_ascending, messages_behind_turns
-from vllm_kvevict.engine.frontend.chat import CHANGES, CHAT, PREFIX_LEN
-from vllm_kvevict.engine.turns import LASTING, TURNS, WHOLE, are_lasting
+from vllm_kvevict.engine.request_options import KEEPS_ALL, Rendered, RequestOptions, facts_of
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def stay(renderer, template: str, messages: list[Any]) -> list[str]:
     prompts = {count: render(renderer, messages[:count], template)[0] for count in asked(messages)}
     stays = []
     for count, prompt in prompts.items():
-        ids, ends = prompt["prompt_token_ids"], prompt[TURNS]
+        ids, ends = prompt["prompt_token_ids"], facts_of(prompt).ends
         assert all(0 < first < second for first, second in pairwise([*ends, len(ids)]))
         more = {later: questions(messages[count:later]) for later in prompts if later > count}
         if not any(more.values()):
@@ -58,7 +57,8 @@ def stay(renderer, template: str, messages: list[Any]) -> list[str]:
         found = ""
         for end in ends:
             same = {
-                later: prompts[later]["prompt_token_ids"][:end] == ids[:end] and end in prompts[later][TURNS]
+                later: prompts[later]["prompt_token_ids"][:end] == ids[:end]
+                and end in facts_of(prompts[later]).ends
                 for later in more
                 if more[later] <= 2
             }
@@ -104,19 +104,24 @@ def test_a_request_says_which_ends_are_lasting(template, renderer):
     """Where some are not: in a round of tools, of templates that change what came before."""
     for count in asked(LOOP):
         prompt = render(renderer, LOOP[:count], template)[0]
-        fields = process(renderer, prompt)
+        options = process(renderer, prompt)
         later = render(renderer, [*LOOP[:count], answer("So it is."), user("And then?")], template)[0]
         ids, goes_on = prompt["prompt_token_ids"], later["prompt_token_ids"]
-        lasts = [ids[:end] == goes_on[:end] for end in prompt[TURNS]]
-        assert [are_lasting(fields, end) for end in prompt[TURNS]] == lasts, count
-        assert (LASTING in fields) == (False in lasts)
+        lasts = [ids[:end] == goes_on[:end] for end in facts_of(prompt).ends]
+        assert [not options.changes_later(end) for end in options.ends or ()] == lasts, count
+        assert (options.rendered == Rendered()) == (False not in lasts)
+
+
+def ends_of(*chat: Any, **kwargs: Any) -> list[int]:
+    """Where the turns of a chat end, in tokens."""
+    return facts_of(render(*chat, **kwargs)[0]).ends
 
 
 def ends(renderer, messages: list[Any], template: str = CHATML, **kwargs: Any) -> list[str]:
     """The text between one end and the next of a chat's turns, from the beginning on."""
     prompt, _ = render(renderer, messages, template, **kwargs)
     ids = prompt["prompt_token_ids"]
-    return [decoded(renderer, ids[begin:end]) for begin, end in pairwise([0, *prompt[TURNS]])]
+    return [decoded(renderer, ids[begin:end]) for begin, end in pairwise([0, *facts_of(prompt).ends])]
 
 
 def test_a_turn_ends_where_an_answer_does(renderer):
@@ -175,8 +180,8 @@ def test_no_message_changes_the_ends_before_it(template, renderer, text, at):
     changed = [*messages[:at], {**messages[at], "content": text}, *messages[at + 1 :]]
     prompt = render(renderer, changed, template)[0]
     count = len([turn for turn in messages_behind_turns([m["role"] for m in messages]) if turn[0] < at])
-    expected = before[TURNS][: count + bool(text.strip())]
-    assert prompt[TURNS][: len(expected)] == expected
+    expected = facts_of(before).ends[: count + bool(text.strip())]
+    assert facts_of(prompt).ends[: len(expected)] == expected
     last = expected[-1]
     assert prompt["prompt_token_ids"][:last] == before["prompt_token_ids"][:last]
 
@@ -209,7 +214,7 @@ def test_without_a_mark_there_is_no_end(renderer, monkeypatch):
     for messages in ([SYSTEM], [answer("Hello.")], [user(" ")], [user("Hello.")]):
         assert ends(renderer, messages) in ([], ["<|im_start|>"])
     assert ends(renderer, PLAIN[:4], BLIND) == []
-    assert render(renderer, [user("Hello.")], GLUED)[0][TURNS] == []
+    assert ends_of(renderer, [user("Hello.")], GLUED) == []
     silent = {"role": "user", "content": [{"type": "text", "text": ""}]}
     assert len(ends(renderer, [*PLAIN[:3], silent, answer("?"), user("Yes?")])) == 2
     monkeypatch.setattr(chat, "MEANINGLESS", tuple("\ue000\ue001"))
@@ -222,11 +227,11 @@ def test_without_a_mark_there_is_no_end(renderer, monkeypatch):
 
 
 def test_other_prompts_have_the_end_before_the_question(renderer, renderers, monkeypatch):
-    expected = render(renderers(scope="prefix"), PLAIN[:6])[0][PREFIX_LEN]
+    (expected,) = facts_of(render(renderers(scope="prefix"), PLAIN[:6])[0]).ends
     tokens = render(renderer, PLAIN[:6], tokenize=True)[0]
-    assert "prompt" not in tokens and tokens[TURNS] in ([expected - 1], [expected], [expected + 1])
+    assert "prompt" not in tokens and facts_of(tokens).ends in ([expected - 1], [expected], [expected + 1])
     refuses_marks = CHATML + "{{ '' if messages[1].content[0] == 'W' else raise_exception('No') }}"
-    assert render(renderer, PLAIN[:6], refuses_marks)[0][TURNS] == [expected]
+    assert ends_of(renderer, PLAIN[:6], refuses_marks) == [expected]
     refuses_all = refuses_marks.replace("messages[1]", "messages[-1]")
     with pytest.raises(VLLMValidationError, match=r"kv_turns is required .* refuses another question"):
         process(renderer, render(renderer, [SYSTEM, user("Which?")], refuses_all)[0])
@@ -234,17 +239,17 @@ def test_other_prompts_have_the_end_before_the_question(renderer, renderers, mon
     monkeypatch.setattr(boundaries, "tokens_before", lambda *args: None)
     prompt = render(renderer, PLAIN[:6])[0]
     ids = [*prompt["prompt_token_ids"][:-1], 7]
-    assert find_turns(prompt[CHAT], {**prompt, "prompt_token_ids": ids}) == [expected]
+    assert find_turns(facts_of(prompt), {**prompt, "prompt_token_ids": ids}) == [expected]
     monkeypatch.setattr(type(renderer), "_can_produce_offsets", lambda self: False)
-    assert render(renderer, PLAIN[:6])[0][TURNS] == [expected]
+    assert ends_of(renderer, PLAIN[:6]) == [expected]
 
 
 def test_added_tokens_and_offsets_say_the_same(renderer, monkeypatch):
-    by_added_tokens = render(renderer, PLAIN)[0][TURNS]
+    by_added_tokens = ends_of(renderer, PLAIN)
     monkeypatch.setattr(boundaries, "tokens_before", lambda *args: None)
-    assert render(renderer, PLAIN)[0][TURNS] == by_added_tokens
+    assert ends_of(renderer, PLAIN) == by_added_tokens
     assert len(by_added_tokens) > 2
-    assert render(renderer, [user("Hello.")], GLUED)[0][TURNS] == []
+    assert ends_of(renderer, [user("Hello.")], GLUED) == []
 
 
 def test_a_chat_that_is_cut_is_refused(renderer):
@@ -261,9 +266,9 @@ CLOCK = "{{ strftime_now('%f') }}"
 def test_turns_end_before_a_clock(renderer):
     template = CHATML.replace("{{ m.content }}", "{{ m.content }}" + CLOCK)
     prompt = render(renderer, PLAIN[:6], template)[0]
-    assert prompt[CHANGES] and len(prompt[TURNS]) == 0
+    assert facts_of(prompt).changes and facts_of(prompt).ends == []
     at_end = CHATML.replace("assistant\n", "assistant\n" + CLOCK)
-    assert len(render(renderer, PLAIN[:6], at_end)[0][TURNS]) == 3
+    assert len(ends_of(renderer, PLAIN[:6], at_end)) == 3
 
 
 def test_chats_that_change_are_counted(renderer, monkeypatch):
@@ -277,7 +282,7 @@ def test_chats_that_change_are_counted(renderer, monkeypatch):
 def process(renderer, prompt, **fields):
     params = SamplingParams(extra_args=fields or None)
     request = InputProcessor(renderer.config).process_inputs("r", prompt, params, ("generate",))
-    return request.sampling_params.extra_args
+    return RequestOptions.of(request.sampling_params)
 
 
 def test_requests_get_their_turns(renderers, monkeypatch):
@@ -285,13 +290,17 @@ def test_requests_get_their_turns(renderers, monkeypatch):
     renderer, counted = renderers(scope="turns", budget=0.25, min_turn=16, policies="all"), []
     monkeypatch.setattr(metrics, "count_kept_whole", counted.append)
     prompt = render(renderer, PLAIN[:6])[0]
-    assert process(renderer, prompt) == {TURNS: prompt[TURNS]}
-    for fields in ({TURNS: [20]}, {"kv_prefix_len": 20}, {"kv_eviction": "full"}):
-        assert process(renderer, prompt, **fields) == fields
+    assert process(renderer, prompt).ends == tuple(facts_of(prompt).ends)
+    for fields, end in (
+        ({"kv_turns": [20]}, (20,)),
+        ({"kv_prefix_len": 20}, (20,)),
+        ({"kv_eviction": "full"}, None),
+    ):
+        assert process(renderer, prompt, **fields).ends == end
     assert counted == []
-    assert process(renderer, render(renderer, [SYSTEM])[0]) == {"kv_eviction": "full"}
+    assert process(renderer, render(renderer, [SYSTEM])[0]) == KEEPS_ALL
     changes = render(renderer, PLAIN[:6], CLOCK + CHATML)[0]
-    assert process(renderer, changes) == {"kv_eviction": "full"}
+    assert process(renderer, changes) == KEEPS_ALL
     assert counted == ["short", "changes"]
     tokens = {"prompt_token_ids": [7] * 100}
     with pytest.raises(
@@ -308,10 +317,10 @@ def test_the_words_of_a_repeat_stay_the_same(renderers):
     renderer = renderers(scope="turns", policy="kvzip", budget=0.25)
     for template, messages in ((CHATML, PLAIN), (DROPS_THOUGHTS, LOOP), (MOVES_SYSTEM, PLAIN)):
         rows = [
-            process(renderer, render(renderer, messages[:count], template)[0])["kv_repeat_rows"]
+            process(renderer, render(renderer, messages[:count], template)[0]).rendered.repeat
             for count in asked(messages)[1:]
         ]
-        assert len(rows) > 1 and all(each == rows[0] for each in rows), template[:30]
+        assert len(rows) > 1 and rows[0] and all(each == rows[0] for each in rows), template[:30]
 
 
 # `keep_first`: where the part before the first user message ends, as templates write it, and what requests get.
@@ -329,9 +338,10 @@ def keeping(renderers):
 def first_part(keeping, messages, template=CHATML, **kwargs) -> str | None:
     """The text that stays whole, None if the request says nothing of it."""
     prompt = render(keeping, messages, template, **kwargs)[0]
-    fields = process(keeping, prompt)
-    assert fields.get(WHOLE, fields[TURNS][0]) in fields[TURNS]
-    return decoded(keeping, prompt["prompt_token_ids"][: fields[WHOLE]]) if WHOLE in fields else None
+    options = process(keeping, prompt)
+    whole = options.rendered.whole
+    assert not whole or whole in options.ends
+    return decoded(keeping, prompt["prompt_token_ids"][:whole]) if whole else None
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, DROPS_THOUGHTS, DROPS_EMPTY])
@@ -361,9 +371,10 @@ def test_where_it_is_not_found(keeping):
 
 def test_servers_that_do_not_keep_it_say_nothing_of_it(renderers, keeping):
     prompt = render(keeping, PLAIN[:6])[0]
-    assert process(keeping, prompt).keys() == {TURNS, WHOLE}
-    assert process(keeping, prompt, **{TURNS: [5]}) == {TURNS: [5]}
-    loop = render(keeping, LOOP[:5], DROPS_THOUGHTS)[0]
-    assert process(keeping, loop).keys() == {TURNS, WHOLE, LASTING}
+    rendered = process(keeping, prompt).rendered
+    assert rendered.whole and rendered.lasting is None
+    assert process(keeping, prompt, kv_turns=[5]).rendered == Rendered()
+    rendered = process(keeping, render(keeping, LOOP[:5], DROPS_THOUGHTS)[0]).rendered
+    assert rendered.whole and rendered.lasting is not None
     other = renderers(scope="turns", budget=0.25, min_turn=1, min_prompt=1)
-    assert process(other, render(other, PLAIN[:6])[0]).keys() == {TURNS}
+    assert process(other, render(other, PLAIN[:6])[0]).rendered == Rendered()

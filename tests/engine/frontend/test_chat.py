@@ -30,12 +30,13 @@ from tests.engine.support.chats import (
     TURNS,
     ask,
     decoded,
+    prefix_len_of,
     render,
 )
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.frontend import chat, noting
-from vllm_kvevict.engine.frontend.chat import CHANGES, PREFIX_LEN
 from vllm_kvevict.engine.frontend.counting import common_length
+from vllm_kvevict.engine.request_options import RequestOptions, facts_of
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_mistrals_own_tokenizers(name, renderer, tmp_path):
     counts = set()
     for question in (QUESTION, "a port?", "q", "q?", "42?", "…", "Какой?"):
         _, (prompt,) = mistral.render_chat([[*TURN, ask(question)]], params)
-        ids, count = prompt["prompt_token_ids"], prompt[PREFIX_LEN]
+        ids, count = prompt["prompt_token_ids"], prefix_len_of(prompt)
         before, rest = (
             tokenizer.decode(part, skip_special_tokens=False).replace("▁", " ")
             for part in (ids[:count], ids[count:])
@@ -165,7 +166,7 @@ def test_tools(renderer):
 def test_without_a_question_there_is_no_prefix(renderer):
     for messages in (SYSTEM, [TURN[1]]):
         prompt, found = render(renderer, messages)
-        assert (found, prompt[PREFIX_LEN]) == ("", 0)
+        assert (found, prefix_len_of(prompt)) == ("", 0)
 
 
 # It answers one question only.
@@ -227,7 +228,7 @@ def test_a_template_with_a_clock_is_named_once(renderer, warnings):
     """A prefix ends at a clock, which nobody sees otherwise."""
     for _ in range(3):
         prompt, prefix = render(renderer, [*TURN, ask()], CLOCK)
-        assert prompt[CHANGES] and len(prefix) < len("12:34:56.789012")
+        assert facts_of(prompt).changes and len(prefix) < len("12:34:56.789012")
     (warning,) = warnings
     assert "{{ strftime_now('%H:%M:%S.%f') }}" in warning and "a prefix ends there" in warning
     render(renderer, [*TURN, ask()], "Now " + CLOCK)
@@ -243,9 +244,10 @@ def test_chats_that_are_kept_whole_are_counted(renderers, monkeypatch):
     def serve(messages, template=CHATML, **fields):
         prompt, _ = render(renderer, messages, template)
         params = SamplingParams(extra_args=fields or None)
-        return processor.process_inputs("r", prompt, params, ("generate",)).sampling_params.extra_args
+        request = processor.process_inputs("r", prompt, params, ("generate",))
+        return RequestOptions.of(request.sampling_params)
 
-    assert serve([*TURN, ask()])["kv_prefix_len"] > 30
+    assert serve([*TURN, ask()]).ends[0] > 30
     serve([ask("Why?")])  # a short prompt
     serve([*TURN, ask()], CLOCK, kv_prefix_len=60)
     serve([ask(DOCUMENT)], kv_eviction="full")
@@ -259,9 +261,9 @@ def test_chats_that_are_kept_whole_are_counted(renderers, monkeypatch):
 
 def test_renderers_of_other_engines_are_left_alone(renderers):
     count = len(render(renderers(scope="prefix"), [*TURN, ask()])[0]["prompt_token_ids"])
-    assert PREFIX_LEN in render(renderers(scope="prefix", min_prompt=count), [*TURN, ask()])[0]
+    assert render(renderers(scope="prefix", min_prompt=count), [*TURN, ask()])[1]
     for options in ({}, {"scope": "prompt"}, {"scope": "prefix", "min_prompt": count + 1}):
-        assert PREFIX_LEN not in render(renderers(**options), [*TURN, ask()])[0]
+        assert render(renderers(**options), [*TURN, ask()])[1] is None
 
 
 def test_the_server_renders_in_vllms_threads(renderer, monkeypatch):
@@ -279,7 +281,7 @@ def test_the_server_renders_in_vllms_threads(renderer, monkeypatch):
     assert set(threads) == {threading.current_thread()}
     threads.clear()
     _, prompts = asyncio.run(renderer.render_chat_async(chats, params))
-    assert [prompt[PREFIX_LEN] for prompt in prompts] == [prompt[PREFIX_LEN] for prompt in expected]
+    assert [prefix_len_of(prompt) for prompt in prompts] == [prefix_len_of(prompt) for prompt in expected]
     assert len(threads) == 5 and threading.current_thread() not in threads
 
 

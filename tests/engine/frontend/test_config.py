@@ -10,10 +10,16 @@ from vllm_kvevict.engine import read
 from vllm_kvevict.engine.config import (
     DEFAULT_BUDGET,
     ENGINE_DEFAULTS,
-    REQUEST_FIELDS,
     KVEvictionError,
     Options,
+)
+from vllm_kvevict.engine.request_options import (
+    KEEPS_ALL,
+    REQUEST_FIELDS,
+    ChatFacts,
+    RequestOptions,
     check_names,
+    plan_for,
 )
 from vllm_kvevict.policies import available
 from vllm_kvevict.schedules.plan import Plan
@@ -101,7 +107,7 @@ def test_bad_options(raw, words):
 def test_whole_numbers_may_be_floats():
     options = Options.parse({"policy": "snapkv", "min_prompt": 0.0, "page_size": 64.0, "window": 16.0})
     assert (options.min_prompt, options.page_size) == (0, 64)
-    assert options.request_config(None)[0].params["window"] == 16
+    assert options.config.params["window"] == 16
 
 
 def test_checking_is_switched_by_the_environment(monkeypatch):
@@ -119,9 +125,9 @@ SERVER = Options.parse({"policy": "snapkv", "budget": 0.25, "window": 16, "min_p
 
 def test_a_request_without_fields_takes_the_servers_options():
     for fields in (None, {}, {"somebody_elses": 1, "kv_transfer_params": {}}):
-        config, prefix_len = SERVER.request_config(fields)
-        assert (config.policy, config.keep_ratio, config.params["window"]) == ("snapkv", 0.25, 16)
-        assert prefix_len is None
+        options = RequestOptions.read(SERVER, fields, 1000)
+        assert options == RequestOptions(SERVER.config)
+        assert (SERVER.config.policy, SERVER.config.keep_ratio) == ("snapkv", 0.25)
 
 
 @pytest.mark.parametrize("defaults, kernel", [("measured", 31), ("paper", 7)])
@@ -132,24 +138,24 @@ def test_the_server_says_whose_defaults_count(defaults, kernel, monkeypatch):
     own = Options.parse({"policy": policy, "defaults": defaults, "window": 16})
     other = Options.parse({"policy": "snapkv", "defaults": defaults, "kernel": 9})
     for options, fields in ((own, None), (own, {"kv_eviction": policy}), (other, {"kv_eviction": policy})):
-        config, _ = options.request_config(fields)
+        config = RequestOptions.read(options, fields, 1000).config
         assert (config.policy, config.params["kernel"]) == (policy, kernel)
         assert config.params["rows"] == {"measured": "max", "paper": "mean"}[defaults]
         assert config.params["window"] == (16 if options is own else 32)
     assert Options.parse(json.loads(json.dumps(own.to_dict()))) == own
     given = Options.parse({"policy": policy, "defaults": defaults, "kernel": 5})
-    assert given.request_config(None)[0].params["kernel"] == 5
+    assert given.config.params["kernel"] == 5
 
 
 def test_full_needs_no_budget():
-    config, _ = SERVER.request_config({"kv_eviction": "full", "kv_budget": 0.5})
-    assert not config.evicts(10_000)
+    fields = {"kv_eviction": "full", "kv_budget": 0.5}
+    assert RequestOptions.read(SERVER, fields, 1000) == KEEPS_ALL
 
 
 def test_a_server_that_evicts_on_request_only():
     server = Options.parse({"policy": "full", "budget": 0.5, "min_prompt": 0})
-    assert server.plan(1000, None).prompt is None
-    plan = server.plan(1000, {"kv_eviction": "snapkv"})
+    assert plan_for(server, 1000, None).prompt is None
+    plan = plan_for(server, 1000, {"kv_eviction": "snapkv"})
     assert (plan.prompt.end, plan.config.budget_for(1000)) == (1000, 500)
 
 
@@ -163,40 +169,40 @@ def test_a_server_that_evicts_on_request_only():
 )
 def test_bad_fields(fields, named):
     with pytest.raises(KVEvictionError) as error:
-        SERVER.plan(1000, fields)
+        plan_for(SERVER, 1000, fields)
     assert one_sentence(error).startswith(named)
     assert error.value.field_name == named
 
 
 def test_the_front_ends_own_field_is_not_offered_to_clients():
-    """It comes with requests that were rendered before."""
-    fields = {"kv_repeat_rows": [[1], [2], [3]]}
-    assert SERVER.request_config(fields) == SERVER.request_config(None)
-    check_names(fields)
-    with pytest.raises(KVEvictionError) as error:
-        check_names({"kv_repeats": 1})
-    assert error.value.field_name == "kv_repeats"
-    sentence = one_sentence(error)
-    fields = ", ".join(REQUEST_FIELDS)
-    assert sentence == f"kv_repeats is unknown (valid: {fields})"
+    """One comes with requests that were rendered before; what the scheduler reads, no client can write."""
+    check_names({"kv_rendered": {}})
+    written = RequestOptions.read(SERVER, None, 1000).to_extra_args({"mine": 1})
+    assert written.keys() == {"kv_resolved", "mine"}
+    for fields in ({"kv_renders": 1}, written, {"kv_chat": {}}):
+        with pytest.raises(KVEvictionError) as error:
+            RequestOptions.read(SERVER, fields, 1000)
+        (name,) = fields.keys() - {"mine"}
+        assert error.value.field_name == name
+        assert one_sentence(error) == f"{name} is unknown (valid: {', '.join(REQUEST_FIELDS)})"
 
 
 def test_the_servers_budget_may_not_fit_the_requests_policy():
     server = Options.parse({"policy": "streaming-llm", "budget": 20})
     with pytest.raises(KVEvictionError) as error:
-        server.request_config({"kv_eviction": "snapkv"})
+        RequestOptions.read(server, {"kv_eviction": "snapkv"}, 1000)
     one_sentence(error, "kv_eviction: ", "window=32")
     assert error.value.field_name == "kv_eviction"
 
 
 @pytest.mark.parametrize("length, end", [(99, None), (100, 100), (1000, 1000)])
 def test_short_prompts_are_kept_whole(length, end):
-    assert evicted(SERVER.plan(length, None)) == end
+    assert evicted(plan_for(SERVER, length, None)) == end
 
 
 @pytest.mark.parametrize("prefix_len, end", [(99, None), (100, 100), (500.0, 500), (1000, 1000)])
 def test_a_prefix_is_evicted_at_its_end(prefix_len, end):
-    plan = SERVER.plan(1000, {"kv_prefix_len": prefix_len})
+    plan = plan_for(SERVER, 1000, {"kv_prefix_len": prefix_len})
     assert evicted(plan) == end
     assert plan.prompt is None or isinstance(plan.prompt.end, int)
 
@@ -204,8 +210,8 @@ def test_a_prefix_is_evicted_at_its_end(prefix_len, end):
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_prompt_within_the_budget_is_not_evicted(policy):
     server = Options.parse({"policy": policy, "budget": 200, "min_prompt": 0})
-    assert server.plan(200, None).prompt is None
-    assert server.plan(201, None).prompt.end == 201
+    assert plan_for(server, 200, None).prompt is None
+    assert plan_for(server, 201, None).prompt.end == 201
 
 
 # The scope of the server.
@@ -213,31 +219,44 @@ def test_a_prompt_within_the_budget_is_not_evicted(policy):
 PREFIXES = Options.parse({"policy": "snapkv", "budget": 0.25, "min_prompt": 100, "scope": "prefix"})
 
 
+def in_scope(
+    server: Options, ends: list[int] | None, fields: dict | None, length: int = 1000, **more
+) -> RequestOptions:
+    """What a request asks for in whose chat these ends were found; and it says the same once it was rendered."""
+    found = RequestOptions.read(server, fields, length, ChatFacts(ends=ends), **more)
+    assert RequestOptions.read(server, found.to_fields(fields), length) == found
+    return found
+
+
+def ends_of(server: Options, options: RequestOptions) -> list[int]:
+    return [part.end for part in options.plan(server, 1000).parts]
+
+
 def test_the_whole_prompt_is_the_scope_of_others():
     for fields in (None, {}, {"kv_budget": 0.5}, {"kv_prefix_len": 300}):
-        for prefix_len in (None, 0, 200):
-            assert SERVER.fields_in_scope(1000, prefix_len, fields) == fields
+        for ends in (None, [], [200]):
+            assert in_scope(SERVER, ends, fields) == RequestOptions.read(SERVER, fields, 1000)
 
 
-@pytest.mark.parametrize("prefix_len, end", [(0, None), (1, None), (99, None), (100, 100), (999, 999)])
+@pytest.mark.parametrize("prefix_len, end", [(0, []), (1, []), (99, []), (100, [100]), (999, [999])])
 def test_a_chat_is_evicted_before_its_question(prefix_len, end):
     for fields in (None, {}, {"kv_budget": 0.5, "somebody_elses": 1}):
         before = copy.deepcopy(fields)
-        in_scope = PREFIXES.fields_in_scope(1000, prefix_len, fields)
-        assert evicted(PREFIXES.plan(1000, in_scope)) == end
-        assert fields == before and (fields or {}).items() <= in_scope.items()
+        found = in_scope(PREFIXES, [prefix_len] if prefix_len else [], fields)
+        assert ends_of(PREFIXES, found) == end and found.by_scope
+        assert fields == before and (fields or {}).items() <= found.to_fields(fields).items()
 
 
 def test_the_requests_own_prefix_wins():
-    for prefix_len in (None, 0, 200):
-        fields = PREFIXES.fields_in_scope(1000, prefix_len, {"kv_prefix_len": 300})
-        assert PREFIXES.plan(1000, fields).prompt.end == 300
+    for ends in (None, [], [200]):
+        found = in_scope(PREFIXES, ends, {"kv_prefix_len": 300})
+        assert ends_of(PREFIXES, found) == [300] and not found.by_scope
 
 
 def test_a_prompt_that_does_not_say_where_its_prefix_ends():
     for fields in (None, {"kv_budget": 0.5}, {"kv_eviction": "pyramidkv"}, {"kv_prefix_len": None}):
         with pytest.raises(KVEvictionError) as error:
-            PREFIXES.fields_in_scope(1000, None, fields)
+            in_scope(PREFIXES, None, fields)
         assert one_sentence(error, "--kv-eviction-config.scope prefix").startswith("kv_prefix_len")
         assert error.value.field_name == "kv_prefix_len"
 
@@ -246,8 +265,9 @@ def test_a_prompt_that_does_not_say_where_its_prefix_ends():
     "length, fields", [(99, None), (1000, {"kv_eviction": "full"}), (1000, {"kv_budget": 1000})]
 )
 def test_a_prompt_that_is_kept_whole_needs_no_prefix(length, fields):
-    for prefix_len in (None, 0, 50):
-        assert PREFIXES.fields_in_scope(length, prefix_len, fields) == fields
+    for ends in (None, [], [50]):
+        found = in_scope(PREFIXES, ends, fields, length)
+        assert found == RequestOptions.read(PREFIXES, fields, length) and not found.by_scope
 
 
 TURN_BY_TURN = Options.parse({"policy": "snapkv", "budget": 0.25, "min_prompt": 100, "scope": "turns"})
@@ -256,18 +276,20 @@ TURN_BY_TURN = Options.parse({"policy": "snapkv", "budget": 0.25, "min_prompt": 
 @pytest.mark.parametrize("turns, ends", [([40, 150, 300], [150, 300]), ([99], []), ([], [])])
 def test_a_chat_is_evicted_where_its_turns_end(turns, ends):
     for fields in (None, {"kv_budget": 0.5, "somebody_elses": 1}):
-        in_scope = TURN_BY_TURN.fields_in_scope(1000, turns, fields)
-        assert [part.end for part in TURN_BY_TURN.plan(1000, in_scope).parts] == ends
-        assert (fields or {}).items() <= in_scope.items()
+        found = in_scope(TURN_BY_TURN, turns, fields)
+        assert ends_of(TURN_BY_TURN, found) == ends
+        assert (fields or {}).items() <= found.to_fields(fields).items()
 
 
 def test_a_request_says_where_its_own_turns_end():
     for turns in (None, [], [200]):
         for fields in ({"kv_turns": [300]}, {"kv_prefix_len": 300}, {"kv_eviction": "full"}):
-            assert TURN_BY_TURN.fields_in_scope(1000, turns, fields) is fields
+            found = in_scope(TURN_BY_TURN, turns, fields)
+            assert found == RequestOptions.read(TURN_BY_TURN, fields, 1000) and not found.by_scope
     for fields in (None, {"kv_prefix_len": None}):
         with pytest.raises(KVEvictionError, match=r"^kv_turns is required with .*scope turns") as error:
-            TURN_BY_TURN.fields_in_scope(1000, None, fields)
+            in_scope(TURN_BY_TURN, None, fields)
         assert error.value.field_name == "kv_turns"
-    one_token = TURN_BY_TURN.fields_in_scope(1000, None, {"kv_params": "window=8"}, most_output=1)
-    assert one_token == {"kv_eviction": "full"}
+    one_token = in_scope(TURN_BY_TURN, None, {"kv_params": "window=8"}, most_output=1)
+    assert one_token == KEEPS_ALL and not one_token.by_scope
+    assert one_token.to_fields({"kv_params": "window=8"}) == {"kv_eviction": "full"}

@@ -15,6 +15,7 @@ from tests.engine.support.serving import ROOT, forked_command
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError, Options
 from vllm_kvevict.engine.frontend import plugin
+from vllm_kvevict.engine.request_options import RequestOptions
 
 
 def serve_parser() -> FlexibleArgumentParser:
@@ -67,7 +68,7 @@ def test_parameters_of_other_policies(model):
     for words in ways.values():
         args = parse("--model", model, "--kv-eviction", "full", *words)
         options = options_of(AsyncEngineArgs.from_cli_args(args).create_engine_config())
-        config, _ = options.request_config({"kv_eviction": "lava"})
+        config = RequestOptions.read(options, {"kv_eviction": "lava"}, 1).config
         assert (options.policy_params, config.params["kernel"], config.params["alpha"]) == (expected, 21, 0.2)
 
 

@@ -23,13 +23,13 @@ from tests.engine.support.serving import ForkedServer
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import (
     ENGINE_DEFAULTS,
-    OTHERS_FIELDS,
-    REQUEST_FIELDS,
     KVEvictionError,
     Options,
     needs_reserve,
+    require_options,
 )
 from vllm_kvevict.engine.frontend import plugin
+from vllm_kvevict.engine.request_options import OTHERS_FIELDS, REQUEST_FIELDS, RequestOptions
 from vllm_kvevict.policies import available, decoding_policies, parameters
 from vllm_kvevict.policies.registry import lookup
 
@@ -370,7 +370,8 @@ def test_fields_of_requests(processor, request_fields):
         return processor.process_inputs("request", prompt, params, ("generate",))
 
     if not wrong:
-        assert process().sampling_params.extra_args == fields
+        expected = RequestOptions.read(require_options(processor.vllm_config), fields, PROMPT)
+        assert RequestOptions.of(process().sampling_params) == expected
         return
     with pytest.raises(VLLMValidationError) as error:
         process()

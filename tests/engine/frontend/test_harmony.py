@@ -6,11 +6,10 @@ from vllm.entrypoints.openai.parser import harmony_utils
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from tests.engine.support.chats import DOCUMENT, SYSTEM, TURN, ask, byte_renderers
+from tests.engine.support.chats import DOCUMENT, SYSTEM, TURN, ask, byte_renderers, prefix_len_of
 from vllm_kvevict.engine.frontend import harmony
-from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
 from vllm_kvevict.engine.frontend.repeats import REPEAT_ALL, repeat_prompts
-from vllm_kvevict.engine.turns import TURNS
+from vllm_kvevict.engine.request_options import facts_of
 
 QUESTIONS = ("Which port is the largest?", "\ue000\ue001?", "q", "7", "", " what?")
 
@@ -62,7 +61,7 @@ def test_a_prefix_ends_before_the_question(endpoint, before, render, encoding):
     online, prefixes = render(), set()
     for question in QUESTIONS:
         prompt = endpoint(online, [*before, ask(question)])
-        ids, count = prompt["prompt_token_ids"], prompt[PREFIX_LEN]
+        ids, count = prompt["prompt_token_ids"], prefix_len_of(prompt)
         text = encoding.decode(ids[:count])
         header = encoding.decode(ids).rindex("<|start|>user")
         assert DOCUMENT in text and header - 1 <= len(text) <= header + len("<|start|>user<|message|>")
@@ -73,13 +72,14 @@ def test_a_prefix_ends_before_the_question(endpoint, before, render, encoding):
 def test_turns_end_before_the_question_only(render):
     for endpoint in (chat, responses):
         prompt = endpoint(render(), [*TURN, ask()])
-        assert endpoint(render(scope="turns", budget=0.25), [*TURN, ask()])[TURNS] == [prompt[PREFIX_LEN]]
+        in_turns = endpoint(render(scope="turns", budget=0.25), [*TURN, ask()])
+        assert facts_of(in_turns).ends == facts_of(prompt).ends
 
 
 def test_a_prefix_is_repeated_in_harmonys_words(render, encoding):
     prompt = chat(render(policy="kvzip"), [*TURN, ask()])
     whole = chat(render(), [*TURN, ask(REPEAT_ALL)])["prompt_token_ids"]
     found = repeat_prompts(render().renderer, prompt)
-    assert found.first == tuple(whole[prompt[PREFIX_LEN] :]) and REPEAT_ALL in encoding.decode(found.first)
+    assert found.first == tuple(whole[prefix_len_of(prompt) :]) and REPEAT_ALL in encoding.decode(found.first)
     goes_on = repeat_prompts(render().renderer, prompt, with_question=True)
     assert REPEAT_ALL in encoding.decode(goes_on.first)

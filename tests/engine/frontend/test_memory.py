@@ -21,6 +21,7 @@ from vllm_kvevict.engine.memory import (
     engines_of_front_end,
     longest_step,
 )
+from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
 
@@ -39,7 +40,7 @@ def configure(models, *, blocks: int = 0, **settings: Any):
 
 def check(vllm_config, prompt: int, min_tokens: int = 0, **fields: Any) -> None:
     options = options_of(vllm_config)
-    check_fits(vllm_config, options, options.plan(prompt, fields), prompt, min_tokens)
+    check_fits(vllm_config, options, plan_for(options, prompt, fields), prompt, min_tokens)
 
 
 def check_limit(vllm_config, prompt: int, answer: int, **fields: Any) -> None:

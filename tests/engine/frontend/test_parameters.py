@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.engine.frontend.test_config import EVICTING, one_sentence
 from vllm_kvevict.engine.config import KVEvictionError, Options
+from vllm_kvevict.engine.request_options import ChatFacts, RequestOptions
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, Rotary, available, decide, parameters
 from vllm_kvevict.policies.registry import lookup
 
@@ -32,7 +33,7 @@ SERVERS_ALONE = {
 
 def config_of(options: Options = SERVER, **fields) -> EvictionConfig:
     """What a request with these fields is evicted by."""
-    return options.request_config({f"kv_{name}": value for name, value in fields.items()})[0]
+    return RequestOptions.read(options, {f"kv_{name}": value for name, value in fields.items()}, 1).config
 
 
 def refused(options: Options, *words: str, named: str = "kv_params", **fields) -> str:
@@ -161,12 +162,12 @@ def test_a_servers_kernel_is_no_error_where_the_request_leaves_it_without_use():
 def test_nothing_is_left_of_the_parameters_where_a_chat_has_nothing_to_evict():
     server = Options.parse({"policy": "snapkv", "scope": "prefix", "min_prompt": 0})
     fields = {"kv_params": "kernel=9", "kv_budget": 0.5}
-    in_scope = server.fields_in_scope(1000, 0, fields)
-    assert server.plan(1000, in_scope).prompt is None and fields == {
-        "kv_params": "kernel=9",
+    options = RequestOptions.read(server, fields, 1000, ChatFacts(ends=[]))
+    assert options.plan(server, 1000).prompt is None and options.to_fields(fields) == {
+        "kv_eviction": "full",
         "kv_budget": 0.5,
     }
-    plan = server.plan(1000, server.fields_in_scope(1000, 700, fields))
+    plan = RequestOptions.read(server, fields, 1000, ChatFacts(ends=[700])).plan(server, 1000)
     assert (plan.prompt.end, plan.config.params["kernel"]) == (700, 9)
 
 

@@ -26,13 +26,13 @@ from tests.engine.support.chats import (
     TURN,
     ask,
     decoded,
+    prefix_len_of,
     render,
 )
-from vllm_kvevict.engine.config import REPEAT_ROWS, Options
 from vllm_kvevict.engine.frontend import requests
-from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
 from vllm_kvevict.engine.frontend.repeats import NOT_THINKING, REPEAT_ALL, REPEAT_PART, repeat_prompts
 from vllm_kvevict.engine.frontend.requests import passed_on_fields
+from vllm_kvevict.engine.request_options import RENDERED, RequestOptions
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
 
 
@@ -50,7 +50,7 @@ def check_chat(renderer, messages, template, **kwargs):
     found, settings = repeat_prompts(renderer, prompt), {**kwargs, **NOT_THINKING}
     whole, same = render(renderer, [*messages, ask(REPEAT_ALL)], template, **settings)
     assert same == prefix
-    assert found.first == tuple(whole["prompt_token_ids"][whole[PREFIX_LEN] :])
+    assert found.first == tuple(whole["prompt_token_ids"][prefix_len_of(whole) :])
     hint = "<hint of the chunk>"
     part, _ = render(renderer, [*messages, ask(REPEAT_PART + hint)], template, **settings)
     text = hint.join(decoded(renderer, ids) for ids in (found.before, found.after))
@@ -111,7 +111,7 @@ def test_templates_that_give_tokens(template, renderer):
     prompt, _ = render(renderer, [*TURN, ask()], template, tokenize=True)
     found = repeat_prompts(renderer, prompt)
     whole, _ = render(renderer, [*TURN, ask(REPEAT_ALL)], template, tokenize=True)
-    assert found.first == tuple(whole["prompt_token_ids"][prompt[PREFIX_LEN] :])
+    assert found.first == tuple(whole["prompt_token_ids"][prefix_len_of(prompt) :])
     text = "hint".join(decoded(renderer, ids) for ids in (found.before, found.after))
     part, _ = render(renderer, [*TURN, ask(REPEAT_PART + "hint")], template)
     # Spaces at the end may belong to the hint's first token.
@@ -241,7 +241,7 @@ def process(renderer, prompt, **fields):
     params = SamplingParams(max_tokens=4, extra_args=fields or None)
     request = processor.process_inputs("r", prompt, params, ("generate",))
     assert params.extra_args == (fields or None)
-    return request.sampling_params.extra_args or {}
+    return RequestOptions.of(request.sampling_params)
 
 
 @pytest.mark.parametrize("scope", ["prompt", "prefix"])
@@ -250,23 +250,16 @@ def test_requests_of_such_a_policy_have_them(server, scope, renderers):
     renderer = renderers(policy=server, scope=scope, policies="all")
     prompt, _ = render(renderer, [*TURN, ask()])
     behind_prefix, behind_reply = (
-        repeat_prompts(renderer, prompt, with_question).to_lists() for with_question in (False, True)
+        repeat_prompts(renderer, prompt, with_question) for with_question in (False, True)
     )
-    assert behind_prefix != behind_reply != plain_text(renderer).to_lists() != behind_prefix
+    assert behind_prefix != behind_reply != plain_text(renderer) != behind_prefix
     named = {} if server == "kvzip" else {"kv_eviction": "kvzip"}
     for fields in ({}, {"kv_prefix_len": 12}, {"kv_prefix_len": 12.0}):
-        noted = process(renderer, prompt, **named, **fields)
-        assert noted[REPEAT_ROWS] == (behind_prefix if fields or scope == "prefix" else behind_reply)
-        assert noted.get("kv_prefix_len") == (fields or noted).get("kv_prefix_len")
-        # The scheduler reads them after that.
-        assert (
-            Options.parse({"policy": "snapkv", "min_prompt": 0, "policies": "all"})
-            .plan(100, {**named, **noted})
-            .prompt
-        )
+        found = process(renderer, prompt, **named, **fields)
+        assert found.rendered.repeat == (behind_prefix if fields or scope == "prefix" else behind_reply)
+        assert not fields or found.ends == (12,)
     tokens = {"prompt_token_ids": [7] * 100}
-    noted = process(renderer, tokens, **named, kv_prefix_len=50)
-    assert noted[REPEAT_ROWS] == plain_text(renderer).to_lists()
+    assert process(renderer, tokens, **named, kv_prefix_len=50).rendered.repeat == plain_text(renderer)
 
 
 def test_others_have_none(renderers):
@@ -274,41 +267,52 @@ def test_others_have_none(renderers):
     length = len(short["prompt_token_ids"])
     renderer = renderers(policy="kvzip", scope="prefix", min_prompt=length)
     prompt, _ = render(renderer, [*TURN, ask()])
-    assert REPEAT_ROWS in process(renderer, prompt)
+    assert process(renderer, prompt).rendered.repeat
     for fields in (
         {"kv_eviction": "full"},
         {"kv_eviction": "snapkv"},
         {"kv_budget": 1.0},
         {"kv_prefix_len": 5},
     ):
-        assert REPEAT_ROWS not in process(renderer, prompt, **fields)
+        assert process(renderer, prompt, **fields).rendered.repeat is None
     # That one has nothing before its question, and its prefix would be too short.
-    assert REPEAT_ROWS not in process(renderer, short)
-    assert REPEAT_ROWS not in process(renderer, short, kv_prefix_len=length - 1)
-    assert REPEAT_ROWS in process(renderer, short, kv_prefix_len=length)
+    assert process(renderer, short).rendered.repeat is None
+    assert process(renderer, short, kv_prefix_len=length - 1).rendered.repeat is None
+    assert process(renderer, short, kv_prefix_len=length).rendered.repeat
 
 
-WRITTEN = r"^kv_repeat_rows must be what a render route wrote, three lists of token ids below \d+ that add at most 128"
+WRITTEN = "^kv_rendered must be what a render route wrote: "
 
 
 def test_rendered_requests_bring_their_own(renderers):
     """They are not found once more, and fields of a client are those of a chat only if they look like it."""
     renderer = renderers(policy="kvzip", policies="all")
     tokens = {"prompt_token_ids": [7] * 100}
-    longest = [[1] * MOST_EXTRA_ROWS, [2], [3]]
-    for rows in ([[1], [2], [3]], [[], [], []], longest):
-        assert process(renderer, tokens, kv_repeat_rows=rows)[REPEAT_ROWS] == rows
+    for first in ([1], [], [1] * MOST_EXTRA_ROWS):
+        found = process(renderer, tokens, kv_rendered={"repeat": {"first": first, "after": [2]}})
+        assert found.rendered.repeat == RepeatPrompts(tuple(first), (), (2,))
     vocab = renderer.config.model_config.get_vocab_size()
-    wrong = [[1], "x", None, {}, [[1], [2]], [[1], [2], 3], [[True], [], []], [[-1], [], []], [[1.0], [], []]]
-    wrong += [[[vocab], [], []], [[1] * (MOST_EXTRA_ROWS + 1), [], []], [[], [1] * 64, [1] * 60]]
-    for rows in wrong:
+    ids = [1, "x", [True], [-1], [1.0], ["1"], [vocab], [1 << 40], [1] * (MOST_EXTRA_ROWS + 1)]
+    wrong = [{"repeat": {"first": first}} for first in ids]
+    wrong += [{"repeat": {"before": [1] * 64, "after": [1] * 60}}, {"repeat": [[1], [2], [3]]}]
+    wrong += [
+        [1],
+        "x",
+        None,
+        {"words": 1},
+        {"lasting": -1},
+        {"whole": True},
+        {"whole": 1.5},
+        {"lasting": 1 << 41},
+    ]
+    for rendered in wrong:
         for policy in ("kvzip", "snapkv", "full"):
             with pytest.raises(VLLMValidationError, match=WRITTEN) as error:
-                process(renderer, tokens, kv_eviction=policy, kv_repeat_rows=rows)
-            assert error.value.parameter == REPEAT_ROWS
+                process(renderer, tokens, kv_eviction=policy, kv_rendered=rendered)
+            assert error.value.parameter == RENDERED
         with pytest.raises(VLLMValidationError, match=WRITTEN):
             engine = SimpleNamespace(vllm_config=renderer.config, renderer=renderer)
-            requests._check_generate(engine, tokens, SamplingParams(extra_args={REPEAT_ROWS: rows}))
+            requests._check_generate(engine, tokens, SamplingParams(extra_args={RENDERED: rendered}))
 
 
 @pytest.mark.parametrize("scope", ["prompt", "prefix"])
@@ -318,7 +322,7 @@ def test_a_rendered_chat_is_evicted_as_the_chat_is(policy, scope, renderers):
     for messages in ([*TURN, ask()], [ask()]):
         prompt, _ = render(renderer, messages)
         params = SamplingParams(max_tokens=4)
-        fields = passed_on_fields(renderer.config, renderer, prompt, params) or {}
+        fields = passed_on_fields(renderer.config, renderer, prompt, params)
         assert params.extra_args is None
         tokens = {"prompt_token_ids": prompt["prompt_token_ids"]}
         assert process(renderer, tokens, **fields) == process(renderer, prompt)
@@ -353,9 +357,11 @@ def test_a_server_renders_in_vllms_threads(renderer, monkeypatch):
     prompt, _ = render(renderer, [*TURN, ask()])
     for fields, times in ({}, 1), ({"kv_eviction": "snapkv"}, 0):
         threads.clear()
-        arriving = AsyncLLM.add_request(engine, "r", prompt, SamplingParams(extra_args=fields))
+        params = SamplingParams(extra_args=fields)
+        requests._check_generate(engine, prompt, params)
         with pytest.raises(EngineDeadError):
-            asyncio.run(arriving)
-        rows = process(renderer, prompt, **fields).get(REPEAT_ROWS)
-        assert rows == (make(renderer, prompt).to_lists() if times else None)
+            asyncio.run(AsyncLLM.add_request(engine, "r", prompt, params))
+        request = InputProcessor(renderer.config, renderer).process_inputs("r", prompt, params, ("generate",))
+        repeat = RequestOptions.of(request.sampling_params).rendered.repeat
+        assert repeat == (make(renderer, prompt) if times else None)
         assert len(threads) == times and threading.current_thread() not in threads

@@ -1,9 +1,12 @@
 """`kv_turns`, `min_turn` and `keep_first`: what is accepted, and what malformed ones are answered with."""
 
+import re
+
 import pytest
 
 from tests.engine.frontend.test_config import one_sentence
 from vllm_kvevict.engine.config import KVEvictionError, Options
+from vllm_kvevict.engine.request_options import ChatFacts, RequestOptions, plan_for
 
 SERVER = Options.parse(
     {"policy": "kvzip", "budget": 0.25, "min_prompt": 20, "decode_budget": 40, "policies": "all"}
@@ -29,19 +32,19 @@ SERVER = Options.parse(
 )
 def test_bad_fields(fields, words) -> None:
     with pytest.raises(KVEvictionError) as error:
-        SERVER.plan(100, fields)
+        plan_for(SERVER, 100, fields)
     assert error.value.field_name == "kv_turns" and one_sentence(error, *words).startswith("kv_turns ")
 
 
 def test_an_answer_begins_behind_the_last_turn() -> None:
     with pytest.raises(KVEvictionError, match="kv_answer_from"):
-        SERVER.plan(100, {"kv_turns": [40, 80], "kv_answer_from": 79})
-    assert SERVER.plan(100, {"kv_turns": [40, 80], "kv_answer_from": 80}).answer.begins == 80
+        plan_for(SERVER, 100, {"kv_turns": [40, 80], "kv_answer_from": 79})
+    assert plan_for(SERVER, 100, {"kv_turns": [40, 80], "kv_answer_from": 80}).answer.begins == 80
 
 
 def test_short_parts_wait_for_the_next() -> None:
     def ends(server: Options, *turns: float) -> list[int]:
-        return [part.end for part in server.plan(100, {"kv_turns": list(turns)}).parts]
+        return [part.end for part in plan_for(server, 100, {"kv_turns": list(turns)}).parts]
 
     assert ends(SERVER, 19.0, 39, 58, 59.0) == [39, 59]
     assert ends(SERVER, 5, 15) == []
@@ -51,33 +54,33 @@ def test_short_parts_wait_for_the_next() -> None:
     assert ends(Options.parse({"policy": "snapkv", "budget": 1.0, "min_turn": 1}), 40, 80) == []
 
 
-@pytest.mark.parametrize("whole", [41, 100, 0, -1, 39.5, True, None, "40", [40], 1 << 70])
+@pytest.mark.parametrize("whole", [41, 100, -1, 39.5, True, None, "40", [40], 1 << 70])
 def test_what_stays_whole_ends_where_a_part_does(whole) -> None:
     with pytest.raises(KVEvictionError) as error:
-        SERVER.plan(100, {"kv_turns": [40, 80], "kv_turns_whole": whole})
+        plan_for(SERVER, 100, {"kv_turns": [40, 80], "kv_rendered": {"whole": whole}})
     assert (
-        one_sentence(error).startswith("kv_turns_whole must be ")
-        and error.value.field_name == "kv_turns_whole"
+        re.match("kv_rendered(.whole)? must be ", one_sentence(error))
+        and error.value.field_name == "kv_rendered"
     )
 
 
 def test_what_stays_whole() -> None:
-    def parts(server: Options, whole: float) -> list[tuple[int, str]]:
-        plan = server.plan(400, {"kv_turns": [20, 32, 40, 300], "kv_turns_whole": whole})
+    def parts(server: Options, whole: int) -> list[tuple[int, str]]:
+        plan = plan_for(server, 400, {"kv_turns": [20, 32, 40, 300], "kv_rendered": {"whole": whole}})
         return [(part.end, part.config.policy) for part in plan.parts]
 
     # Nothing that does not fill a page; otherwise also what is too short to be evicted on its own.
     long = Options.parse({"policy": "kvzip", "budget": 0.25, "min_turn": 256})
     assert parts(long, 20) == [(300, "kvzip")]
-    assert parts(long, 32.0) == [(32, "full"), (300, "kvzip")]
+    assert parts(long, 32) == [(32, "full"), (300, "kvzip")]
     assert parts(Options.parse({"policy": "kvzip", "budget": 0.25, "page_size": 64}), 40) == [(300, "kvzip")]
     # As without it where nothing is evicted.
     assert parts(Options.parse({"policy": "snapkv", "budget": 1.0, "min_turn": 1}), 40) == []
     assert parts(Options.parse({"policy": "full"}), 40) == []
     # Alone it says nothing.
-    assert SERVER.plan(100, {"kv_turns_whole": 40}) == SERVER.plan(100)
-    with pytest.raises(KVEvictionError, match="kv_turns_whole must be"):
-        SERVER.plan(100, {"kv_turns_whole": "40"})
+    assert plan_for(SERVER, 100, {"kv_rendered": {"whole": 40}}) == plan_for(SERVER, 100)
+    with pytest.raises(KVEvictionError, match="kv_rendered must be"):
+        plan_for(SERVER, 100, {"kv_rendered": {"whole": "40"}})
 
 
 @pytest.mark.parametrize("scope", ["prompt", "prefix"])
@@ -91,6 +94,6 @@ def test_other_scopes_have_no_first_part(scope) -> None:
 def test_other_fields_and_scopes_stay_as_they_were() -> None:
     prefix = Options.parse({"policy": "kvzip", "budget": 0.25, "scope": "prefix", "min_turn": 1})
     fields = {"kv_turns": [40, 80]}
-    assert prefix.fields_in_scope(100, None, fields) is fields
-    assert [part.begins for part in prefix.plan(100, fields).parts] == [0, 40]
-    assert SERVER.plan(100).parts == (SERVER.plan(100).prompt,)
+    assert RequestOptions.read(prefix, fields, 100, ChatFacts()).ends == (40, 80)
+    assert [part.begins for part in plan_for(prefix, 100, fields).parts] == [0, 40]
+    assert plan_for(SERVER, 100).parts == (plan_for(SERVER, 100).prompt,)

@@ -215,7 +215,7 @@ def test_what_the_next_question_changes_goes_first() -> None:
     """Although it was used last: the last turns of a conversation in a round of tools."""
     simulation = without_tails(chatting(pages=[140], max_model_len=1000, options={"budget": 0.5}))
     served(simulation, turn("0", [document(10, 70), document(11, 90), document(12, 9)]))
-    served(simulation, turn("1", SAID, kv_turns_lasting=ends(SAID)[1]))
+    served(simulation, turn("1", SAID, kv_rendered={"lasting": ends(SAID)[1]}))
     stored = sorted(simulation.ledger.shared.compressed, key=lambda prefix: prefix.number)
     assert [prefix.evict_first for prefix in stored] == [False] * 4 + [True] * 3
     for tokens in range(100, 950, 50):

@@ -16,12 +16,12 @@ from tests.engine.support.loads import Ask, Load, mixed, play, repeated, staged,
 from tests.engine.support.loads_in_turns import with_turns
 from tests.engine.support.servers import PAGE, TOKEN, Setup, options_of
 from tests.engine.support.simulation import Simulation
-from vllm_kvevict.engine.config import REPEAT_ROWS
+from vllm_kvevict.engine.request_options import RENDERED, plan_for
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.policies import cuts
 from vllm_kvevict.schedules import bounds
 from vllm_kvevict.schedules.registry import schedule_of
-from vllm_kvevict.schedules.repeat_prompts import HINT, MOST_EXTRA_ROWS, RepeatPrompts
+from vllm_kvevict.schedules.repeat_prompts import HINT, MOST_EXTRA_ROWS
 
 SERVERS = {"mixed": mixed, "staged": staged, "tight": tight}
 TAKE = {"take_chunk": 128, "take_probe": 16, "take_warmup_layers": 1}
@@ -60,7 +60,7 @@ def check_asked(load: Load, simulation: Simulation) -> None:
     """Everybody got an answer of the length asked for, and was evicted where it should be, once in an admission."""
     options, evictions = options_of(load.setup), simulation.workers.evictions
     assert len(set(evictions)) == len(evictions)
-    plans = {ask.name: options.plan(ask.prompt, ask.extra_args) for ask in load.asks}
+    plans = {ask.name: plan_for(options, ask.prompt, ask.extra_args) for ask in load.asks}
     for name, epoch, position in evictions:
         assert position in {place for part in plans[name].parts for place in part.positions}
         assert 1 <= epoch <= simulation.preemptions[name] + 1
@@ -73,7 +73,7 @@ def check_end(load: Load, simulation: Simulation) -> None:
     check_asked(load, simulation)
     evicted = {(name, position) for name, _, position in simulation.workers.evictions}
     for ask in load.asks:
-        plan = options_of(load.setup).plan(ask.prompt, ask.extra_args)
+        plan = plan_for(options_of(load.setup), ask.prompt, ask.extra_args)
         if ask.name not in load.aborted and plan.prompt is not None:
             # Where more is to be done than read the prompt, one that ends with its first token is not evicted.
             waits = load.setup.pipeline or schedule_of(plan.prompt).repeats_prompt
@@ -158,7 +158,7 @@ def equal_parts() -> Load:
 def repeated_behind_sinks() -> Load:
     """The same prompts, repeated in as many rows as may be, on a server whose first tokens are as many as a part's."""
     load = equal_parts()
-    rows = {REPEAT_ROWS: RepeatPrompts(before=(TOKEN,) * (MOST_EXTRA_ROWS - HINT)).to_lists()}
+    rows = {RENDERED: {"repeat": {"before": [TOKEN] * (MOST_EXTRA_ROWS - HINT)}}}
     asks = [dataclasses.replace(ask, extra_args={**ask.extra_args, **rows}) for ask in load.asks]
     # A page behind the longest prompt for each chunk, its rows and what they see.
     setup = dataclasses.replace(load.setup, max_model_len=1600, pages=[4 * -(-2200 // PAGE)])

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 
@@ -18,14 +19,15 @@ from tests.engine.support.servers import PAGE, Setup, flights, make_request, opt
 from tests.engine.support.simulation import Simulation
 from tests.registering import policy_with_both_defaults
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.engine.config import REPEAT_ROWS
 from vllm_kvevict.engine.messages import StorePrefix
+from vllm_kvevict.engine.request_options import RENDERED, plan_for
 from vllm_kvevict.engine.scheduler import keys
 from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.registry import plan_of
+from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 VOCAB = 1000
 
@@ -177,7 +179,7 @@ def test_what_vllm_hashes_tells_prefixes_apart(kind: str, length: int) -> None:
     hashed = sha256 if kind == "embeddings" else get_hash_fn_by_name(kind)
     init_none_hash(hashed)
     hasher = get_request_block_hasher(PAGE, hashed)
-    plan = options_of(server()).plan(length + 5, {"kv_prefix_len": length})
+    plan = plan_for(options_of(server()), length + 5, {"kv_prefix_len": length})
 
     def key(*changed: int, **fields: Any) -> Any:
         prompt = torch.arange(8 * (length + 5)).view(-1, 8)
@@ -245,10 +247,15 @@ OTHER_ROWS = {
 """What the model may be asked when it repeats a prefix."""
 
 
+def repeated(rows: Any) -> dict[str, Any]:
+    """The fields of a request that is repeated with them."""
+    return {} if rows is None else {RENDERED: {"repeat": asdict(RepeatPrompts(*map(tuple, rows)))}}
+
+
 def prefix_with(rows: Any, policy: str = "kvzip") -> Any:
     """The key of a prefix that is always the same, repeated with other rows."""
     simulation = Simulation(server(options={"policy": policy}))
-    request = ask("d:0", document(0, 300), 5, 3, **({} if rows is None else {REPEAT_ROWS: rows}))
+    request = ask("d:0", document(0, 300), 5, 3, **repeated(rows))
     return simulation.ledger.requests.keys(request)[300]
 
 
@@ -261,7 +268,7 @@ def test_what_is_repeated_in_other_words_is_another_prefix(what: str) -> None:
 
 
 def test_a_key_without_the_words_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(keys, "repeat_prompts_of", lambda params: None)
+    monkeypatch.setattr(RepeatPrompts, "to_lists", lambda prompts: None)
     with pytest.raises(AssertionError):
         test_what_is_repeated_in_other_words_is_another_prefix("after")
 
@@ -271,7 +278,7 @@ def test_a_key_without_the_words_is_noticed(monkeypatch) -> None:
 def test_only_who_repeats_in_the_same_words_shares(rows: Any, read: int) -> None:
     simulation = Simulation(server(options={"policy": "kvzip"}))
     for index, asked in enumerate((ROWS, rows)):
-        simulation.add(ask(f"d:{index}", document(0, 300), 5, 3, **{REPEAT_ROWS: asked}))
+        simulation.add(ask(f"d:{index}", document(0, 300), 5, 3, **repeated(asked)))
         finish(simulation)
     assert simulation.prefilled == read
     check_end(simulation)

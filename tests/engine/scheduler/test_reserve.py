@@ -21,6 +21,7 @@ from tests.engine.support.servers import DIMS, HEAD_SIZE, PAGE, Setup, make_requ
 from tests.engine.support.serving import bare_command
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.engine.worker import worker
 from vllm_kvevict.engine.worker.reserve import allocate
@@ -58,10 +59,10 @@ def test_what_is_held_of_a_prompt() -> None:
         ("snapkv", 0),
     ):
         options = Options.parse({"policy": policy, "budget": 0.2})
-        plan = options.plan(LONGEST)
+        plan = plan_for(options, LONGEST)
         assert plan.reserved(DIMS) == options.reserve_size(LONGEST, DIMS) == expected
-        assert options.plan(100).reserved(DIMS) == 0
-        in_one_step = options.plan(LONGEST).reserved(DIMS, in_one_step=True)
+        assert plan_for(options, 100).reserved(DIMS) == 0
+        in_one_step = plan_for(options, LONGEST).reserved(DIMS, in_one_step=True)
         assert in_one_step == (expected if policy == "kvzip" else 0)
     kvzip = Options.parse({"policy": "kvzip", "budget": 0.2})
     assert kvzip.reserve_size(1001, HeadDims(HEAD_SIZE, 4)) == 251

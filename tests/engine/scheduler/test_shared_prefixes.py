@@ -10,6 +10,7 @@ from tests.engine.scheduler.test_prefixes import check_end, document, steps
 from tests.engine.support.chains import check_exact
 from tests.engine.support.servers import PAGE, Setup, flights, make_request
 from tests.engine.support.simulation import Simulation
+from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.policies import available
 
 POLICY = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, "policies": "all"}
@@ -57,7 +58,7 @@ def test_a_second_question_reads_what_is_its_own(policy: str) -> None:
     first, second = document(0, 640), document(0, 600) + document(1, 5)
     assert served(simulation, ask("a", first, **fields)) == 640
     read = served(simulation, ask("b", second, **fields))
-    plan = simulation.ledger.options.plan(605, fields)
+    plan = plan_for(simulation.ledger.options, 605, fields)
     window = max(1, plan.config.window_for(605)) if plan.prompt else 1
     hits = policy not in ("take", "h2o", "compactor", "expected-attention")
     assert read == 605 - hits * (min(600, 605 - window) // PAGE * PAGE)

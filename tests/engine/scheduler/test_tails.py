@@ -41,7 +41,7 @@ def after_turns(count: int, **changes: Any) -> Watched:
 
 def window_of(simulation: Watched, request: Any) -> int:
     """Tokens before the last end of a turn that a request reads in any case."""
-    part = simulation.ledger.options.plan(request.num_tokens, request.sampling_params.extra_args).parts[-1]
+    part = simulation.ledger.plan(request).parts[-1]
     return max(1, part.config.window_for(part.n))
 
 

@@ -10,6 +10,7 @@ from tests.engine.served import test_answers_anywhere as anywhere
 from tests.engine.support.masked import CLOSE
 from tests.engine.support.running import VOCAB, Ask, evicting_engine, run
 from vllm_kvevict.engine.config import KVEvictionError, Options
+from vllm_kvevict.engine.request_options import plan_for
 
 RULES, ASKS = anywhere.RULES, anywhere.ASKS[:4]
 SMALL = {**anywhere.SMALL, "max_num_batched_tokens": 100}
@@ -65,4 +66,4 @@ def test_an_answer_is_scored_as_it_was_written(llm) -> None:
 )
 def test_bad_fields(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(KVEvictionError, match=f"^kv_answer_from .*{words}"):
-        Options.parse({"policy": "full", **RULES.options("ada-snapkv")}).plan(70, fields)
+        plan_for(Options.parse({"policy": "full", **RULES.options("ada-snapkv")}), 70, fields)

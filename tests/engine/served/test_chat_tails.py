@@ -11,6 +11,7 @@ from tests.engine.served.test_speculation import NGRAM
 from tests.engine.support.conversations import Part, said
 from tests.engine.support.running import Answer, Ask, assert_same, evicting_engine, metric, run, run_preempted
 from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
 
 PAGE = Options.parse({"policy": "ada-snapkv"}).page_size
@@ -57,7 +58,7 @@ def found_behind(policy: str, before: Ask, ask: Ask) -> int:
     """Tokens that a turn finds of the last question and answer: whole pages, but not what chooses among them."""
     begins, end = ask.turns[-2:]
     options = Options.parse({"policy": policy, "budget": 0.3, **OPTIONS, "policies": "all"})
-    plan = options.plan(len(ask.prompt), {"kv_turns": list(ask.turns)})
+    plan = plan_for(options, len(ask.prompt), {"kv_turns": list(ask.turns)})
     stored = len(before.prompt) + ANSWER - 1
     assert end == stored + 1
     return max(0, min(plan.most_cached(len(ask.prompt), begins), stored) - begins) // PAGE * PAGE

@@ -13,8 +13,7 @@ from tests.contract.test_routes import GENERATES, RENDERS
 from tests.engine.support.chats import QUESTION, VOCAB, ask, save_byte_tokenizer
 from tests.engine.support.clients import evictions, post
 from tests.engine.support.serving import ForkedServer, RenderServer, log_evictions
-from vllm_kvevict.engine.config import REPEAT_ROWS
-from vllm_kvevict.engine.scope import FIELDS
+from vllm_kvevict.engine.request_options import PREFIX_LEN, TURNS
 
 pytestmark = pytest.mark.engine
 
@@ -81,6 +80,9 @@ def model(tmp_path_factory):
     make_model(path, "qwen3", layers=2, vocab=VOCAB)
     save_byte_tokenizer(path, "\nyes\nno\n" * 100)
     return path
+
+
+FIELDS = {"prefix": PREFIX_LEN, "turns": TURNS}
 
 
 @pytest.fixture(scope="module", params=["prompt", *FIELDS])
@@ -162,7 +164,7 @@ def test_a_server_that_only_renders(scope, server, model, tmp_path):
         rendered = post(renders, "/v1/chat/completions/render", body)
     fields = post(server, "/v1/chat/completions/render", body)["sampling_params"]["extra_args"]
     assert rendered["sampling_params"]["extra_args"] == fields
-    assert fields.keys() == {FIELDS[scope], REPEAT_ROWS}
+    assert fields.keys() == {FIELDS[scope], "kv_rendered"}
     rendered["model"] = server.model
     direct = RENDERED["/v1/chat/completions"](post(server, "/v1/chat/completions", body))
     answer = post(server, "/inference/v1/generate", {**rendered, "output_mode": "text"})

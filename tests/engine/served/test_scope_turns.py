@@ -8,7 +8,7 @@ from tests.engine.support.clients import complete, evictions, post, words
 from tests.engine.support.serving import ForkedServer, log_evictions
 from tests.engine.support.turn_templates import answer as answered
 from tests.engine.support.turn_templates import result, user
-from vllm_kvevict.engine.config import REPEAT_ROWS
+from vllm_kvevict.engine.request_options import RENDERED
 
 pytestmark = pytest.mark.engine
 
@@ -49,7 +49,7 @@ def rendered(server, messages):
 def say_as_tokens(server, client, request, salt):
     """The answer to a rendered chat of which nothing is found: a completion's, unless words of a repeat go along."""
     fields = request["sampling_params"]["extra_args"]
-    if REPEAT_ROWS in fields:
+    if RENDERED in fields:
         more = {"cache_salt": salt, "output_mode": "text"}
         answer = post(server, "/inference/v1/generate", request | more)
         return answer["choices"][0]["text"]

@@ -10,6 +10,7 @@ from vllm_kvevict.engine import sizing
 from vllm_kvevict.engine.config import require_options
 from vllm_kvevict.engine.layers import LayerMap
 from vllm_kvevict.engine.memory import bytes_for, stages_of
+from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.server import Server
 
 pytestmark = pytest.mark.engine
@@ -23,7 +24,9 @@ def memory_for(model):
     additional = {"kv_eviction": OPTIONS}
     config = EngineArgs(str(model), additional_config=additional, **SETTINGS).create_engine_config()
     options = require_options(config)
-    plans = [options.plan(LENGTH, {"kv_eviction": policy, "kv_budget": 0.5}) for policy in ("full", "snapkv")]
+    plans = [
+        plan_for(options, LENGTH, {"kv_eviction": policy, "kv_budget": 0.5}) for policy in ("full", "snapkv")
+    ]
     needed = bytes_for(config, plans, LENGTH)
     places = max(map(LayerMap.predicted(config).places, stages_of(config)))
     return needed, places * config.cache_config.block_size * 2 * (2 * 32 * 4)

@@ -14,7 +14,7 @@ from vllm.renderers.registry import renderer_from_config
 
 import vllm_kvevict.engine  # noqa: F401
 from benchmarks.harness.models import make_model
-from vllm_kvevict.engine.frontend.chat import PREFIX_LEN
+from vllm_kvevict.engine.request_options import facts_of
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]
 VOCAB = 700
@@ -115,8 +115,16 @@ def render(
         chat_template=template, chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **kwargs}
     )  # fmt: skip
     _, (prompt,) = renderer.render_chat([messages], params, tok_params)
-    prefix_len = prompt.get(PREFIX_LEN)
-    return prompt, None if prefix_len is None else decoded(renderer, prompt["prompt_token_ids"][:prefix_len])
+    if facts_of(prompt).ends is None:
+        return prompt, None
+    return prompt, decoded(renderer, prompt["prompt_token_ids"][: prefix_len_of(prompt)])
+
+
+def prefix_len_of(prompt: Any) -> int:
+    """Where a prompt is evicted, for the last time if it has turns; 0 if nowhere."""
+    ends = facts_of(prompt).ends
+    assert ends is not None
+    return ends[-1] if ends else 0
 
 
 def decoded(renderer: BaseRenderer, ids: Any) -> str:

@@ -44,6 +44,7 @@ from vllm_kvevict.engine.decoding import LEAST_BUDGET
 from vllm_kvevict.engine.frontend.checks import check_policy
 from vllm_kvevict.engine.frontend.requests import check_length
 from vllm_kvevict.engine.memory import check_fits
+from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.policies import parameters
 from vllm_kvevict.policies.registry import lookup
@@ -390,7 +391,7 @@ def starts(setup: Setup) -> bool:
     with surroundings(setup):
         try:
             config = make_config(setup)
-            check_policy(config, options_of(setup).request_config(None)[0])
+            check_policy(config, options_of(setup).config)
             heads = setup.shapes[0][1]
             spec = BoundedAttentionSpec(
                 block_size=PAGE, num_kv_heads=heads, head_size=32, dtype=torch.float32
@@ -411,8 +412,8 @@ def check(setup: Setup, ask: Ask) -> Request:
         KVEvictionError: as the front-end refuses it.
     """
     config, options = make_config(setup), options_of(setup)
-    check_policy(config, options.request_config(ask.extra_args)[0], "kv_eviction")
-    plan = options.plan(ask.prompt, ask.extra_args)
+    plan = plan_for(options, ask.prompt, ask.extra_args)
+    check_policy(config, plan.config, "kv_eviction")
     check_length(plan, setup.max_model_len)
     check_fits(config, options, plan, ask.prompt, ask.min_tokens)
     return ask.request()
@@ -602,7 +603,7 @@ class Watch:
     def _describe(self, name: str) -> str:
         """A request in a few words."""
         request, ledger = self.requests[name], self.simulation.ledger
-        plan = options_of(self.load.setup).plan(request.num_prompt_tokens, self._extra(name))
+        plan = ledger.plan(request)
         account = ledger.accounts.get(name)
         held = f", holds {account.held}" if account else ""
         end = plan.prompt.end if plan.prompt else None
@@ -611,10 +612,6 @@ class Watch:
             f"{plan.config.budget_for(end or request.num_prompt_tokens)}, {request.num_output_tokens} of "
             f"{self.limits[name]} tokens, preempted {self.simulation.preemptions[name]} times{held})"
         )
-
-    def _extra(self, name: str) -> dict[str, Any] | None:
-        params = self.requests[name].sampling_params
-        return params.extra_args if params else None
 
 
 def play(load: Load, seed: int = 0, greeds: Sequence[str] = GREEDS) -> Outcome:

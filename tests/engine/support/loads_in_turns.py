@@ -22,7 +22,7 @@ def with_turns(load: Load, seed: int) -> Load:
             count = min(ask.prompt, choose.randrange(1, 8))
             extra["kv_turns"] = sorted(choose.sample(range(1, ask.prompt + 1), count))
             if choose_whole.random() < 0.3:
-                extra["kv_turns_whole"] = choose_whole.choice(extra["kv_turns"])
+                extra["kv_rendered"] = {"whole": choose_whole.choice(extra["kv_turns"])}
         asks.append(dataclasses.replace(ask, extra_args=extra))
     return dataclasses.replace(load, setup=dataclasses.replace(load.setup, options=options), asks=asks)
 
@@ -116,7 +116,7 @@ def _turn(choose: random.Random, setup: Setup, arrival: int, index: int, says: t
     turns = [end for end, often in list(zip(ends, likely, strict=True))[:last] if choose.random() < often]
     extra: dict[str, Any] = {"kv_turns": turns} if turns else {}
     if turns and says[0][0] % 500 == 200:
-        extra["kv_turns_whole"] = turns[0]
+        extra["kv_rendered"] = {"whole": turns[0]}
     extra |= choose.choice([{}] * 10 + [{"kv_budget": 0.6}])
     if choose.random() < 0.05:
         extra = {"kv_eviction": "full"}

@@ -86,7 +86,7 @@ class Ask:
         if self.turns:
             fields["kv_turns"] = list(self.turns)
         if self.whole:
-            fields["kv_turns_whole"] = self.whole
+            fields["kv_rendered"] = {"whole": self.whole}
         if self.decode_budget is not None:
             fields["kv_decode_budget"] = self.decode_budget
         return SamplingParams(

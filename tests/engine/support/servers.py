@@ -37,10 +37,13 @@ from vllm_kvevict.engine import devices
 from vllm_kvevict.engine.config import KEY, Options
 from vllm_kvevict.engine.layers import LayerMap
 from vllm_kvevict.engine.messages import Handshake
+from vllm_kvevict.engine.request_options import RESOLVED, RequestOptions
+from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.inputs import HeadDims
+from vllm_kvevict.schedules.plan import Plan
 
 flights = pytest.mark.parametrize(
     "flight",
@@ -246,7 +249,21 @@ def make_scheduler(setup: Setup) -> Scheduler:
                 for rank, capacity in enumerate(capacities(setup))
             }
         )
+        _read_when_asked(scheduler.kv_cache_manager)
     return scheduler
+
+
+def _read_when_asked(ledger: PageLedger) -> None:
+    """Let requests come as clients send them: they are read when the ledger asks first, as a front-end reads them."""
+    plan = ledger.requests.plan
+
+    def read(request: Request) -> Plan:
+        if (params := request.sampling_params) and RESOLVED not in (given := params.extra_args or {}):
+            found = RequestOptions.read(ledger.options, given, request.num_prompt_tokens)
+            params.extra_args = found.to_extra_args(given)
+        return plan(request)
+
+    setattr(ledger.requests, "plan", read)  # noqa: B010
 
 
 def make_request(

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from vllm_kvevict.engine.config import REQUEST_FIELDS
+from vllm_kvevict.engine.request_options import REQUEST_FIELDS
 
 MARK = re.compile(rb'"(?:k|\\u006[bB])(?:v|\\u0076)(?:_|\\u005[fF])')
 """How our fields begin in JSON of UTF-8, escaped or not; other bodies of it, however long, are not parsed here."""

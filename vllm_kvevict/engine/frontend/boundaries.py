@@ -38,7 +38,7 @@ from vllm_kvevict.engine.frontend.chat import (
 )
 from vllm_kvevict.engine.frontend.counting import common_length, tokens_before
 from vllm_kvevict.engine.frontend.marks import render_marked
-from vllm_kvevict.engine.turns import LASTING, WHOLE
+from vllm_kvevict.engine.request_options import ChatFacts
 
 logger = init_logger("vllm.kv_eviction")
 
@@ -60,39 +60,37 @@ class Ends(NamedTuple):
     before_user: int | None
 
 
-def find_turns(chat: Chat, prompt: Any) -> list[int]:
+def find_turns(facts: ChatFacts, prompt: Any) -> list[int]:
     """Count the tokens of a rendered chat up to the end of each of its turns; ascending.
 
     Where marks cannot tell, the only end is that before the question: in prompts without text, or with images, whose
     tokens are not those of the text, and with tokenizers that do not say where tokens stand.
 
     Args:
-        chat: what was rendered.
-        prompt: the result, with ``prompt_token_ids``; gets notes of up to which token the ends are lasting, if others
-            follow, and of the end before the first user message.
+        facts: what was rendered; gets notes of up to which token the ends are lasting, if others follow, and of the
+            end before the first user message.
+        prompt: the result, with ``prompt_token_ids``.
 
     Raises:
         QuestionNotFoundError: the chat was cut, or its question has to be found and is not.
     """
-    text, ids = prompt.get("prompt"), prompt["prompt_token_ids"]
+    chat, text, ids = facts.chat, prompt.get("prompt"), prompt["prompt_token_ids"]
     if may_be_cut(chat.tok_params, len(ids)):
         raise QuestionNotFoundError(IS_CUT)
-    found = None if text is None or media.placeholders(prompt) else ends_in_text(chat, prompt)
+    found = None if text is None or media.placeholders(prompt) else ends_in_text(facts, prompt)
     tokens = None if found is None else count_tokens(chat, text, ids, [*found.lasting, *found.passing])
     if found is None or tokens is None:
-        return [end for end in [find_prefix(chat, prompt)] if end]
+        return [end for end in [find_prefix(facts, prompt)] if end]
     lasting, passing = (
         sorted({tokens[end] for end in ends} - {0}) for ends in (found.lasting, found.passing)
     )
     if chat.messages[-1]["role"] != "tool":
         passing = passing[:-1]
     if passing:
-        prompt[LASTING] = lasting[-1] if lasting else 0
+        facts.lasting = lasting[-1] if lasting else 0
     turns = sorted({*lasting, *passing})
-    if found.before_user is not None:
-        before_user = tokens[found.before_user]
-        if before_user in turns:
-            prompt[WHOLE] = before_user
+    if found.before_user is not None and tokens[found.before_user] in turns:
+        facts.whole = tokens[found.before_user]
     return turns
 
 
@@ -120,12 +118,13 @@ def ends_of_tokens(chat: Chat, text: str, ids: Sequence[int]) -> list[int] | Non
     return list(itertools.accumulate((end for _, end in offsets), max))
 
 
-def ends_in_text(chat: Chat, prompt: Any) -> Ends | None:
+def ends_in_text(facts: ChatFacts, prompt: Any) -> Ends | None:
     """Where in a prompt's text its turns end; None if the template refuses marks.
 
-    A template that writes something else each time is noted in the prompt, and one that takes ends back in the log.
+    A template that writes something else each time is noted in the facts, and one that takes ends back in the log.
     """
-    text, roles = prompt["prompt"], [message["role"] for message in chat.messages]
+    chat, text = facts.chat, prompt["prompt"]
+    roles = [message["role"] for message in chat.messages]
     turns = messages_behind_turns(roles)
     try:
         marked = render_marked(chat, text, itertools.chain(*turns))
@@ -137,7 +136,7 @@ def ends_in_text(chat: Chat, prompt: Any) -> Ends | None:
     if marked.text != text:
         same = common_length(marked.text, text)
         places = [place for place in places if place <= same]
-        note_changes(chat, prompt)
+        note_changes(facts, prompt)
     count = bisect.bisect_right(places, _lasting_until(chat, text, places))
     ends = {place: end_of_text(text, place) for place in places}
     before_user = ends.get(marked.places.get(roles.index("user"), -1)) if "user" in roles else None

@@ -18,20 +18,9 @@ from vllm.renderers.base import BaseRenderer
 
 from vllm_kvevict.engine.frontend import media
 from vllm_kvevict.engine.frontend.counting import common_length, tokens_before
+from vllm_kvevict.engine.request_options import ChatFacts
 
 logger = init_logger("vllm.kv_eviction")
-
-PREFIX_LEN = "kv_prefix_len"
-"""The entry of a rendered prompt that holds the number of tokens before the question."""
-
-NO_PREFIX = "kv_no_prefix"
-"""The entry of a rendered prompt that says why it has no :data:`PREFIX_LEN`."""
-
-CHANGES = "kv_prefix_changes"
-"""The entry of a rendered prompt whose template writes something else each time it is rendered."""
-
-CHAT = "kv_chat"
-"""The entry of a rendered prompt that holds the :class:`Chat`, for whoever renders it once more."""
 
 MEANINGLESS = tuple(map(chr, range(0xE000, 0xF900)))
 """Characters that Unicode gives no meaning; one that the chat does not contain stands in for the question."""
@@ -131,14 +120,14 @@ class Chat:
         return [*before, {"role": "assistant", "content": reply}, {"role": "user", "content": question}]
 
 
-def find_prefix(chat: Chat, prompt: Any) -> int:
+def find_prefix(facts: ChatFacts, prompt: Any) -> int:
     """Count the tokens of a rendered chat that come before its last user message.
 
     The count may be a few tokens short, but it never includes a token of the question. Where the prompt is rendered as
     text it does not depend on the question either.
 
     Args:
-        chat: what was rendered.
+        facts: what was rendered; gets a note if its template writes something else each time.
         prompt: the result, with ``prompt_token_ids``.
 
     Returns:
@@ -147,7 +136,7 @@ def find_prefix(chat: Chat, prompt: Any) -> int:
     Raises:
         QuestionNotFoundError: the chat was cut, or its template refuses other questions or does not show them.
     """
-    ids, text = prompt["prompt_token_ids"], prompt.get("prompt", "")
+    chat, ids, text = facts.chat, prompt["prompt_token_ids"], prompt.get("prompt", "")
     if may_be_cut(chat.tok_params, len(ids)):
         raise QuestionNotFoundError(IS_CUT)
     if chat.question is None:
@@ -162,7 +151,7 @@ def find_prefix(chat: Chat, prompt: Any) -> int:
     before = text_before(text, *others)
     # Where one other question is enough, the prompts part at it, so all before it is the same.
     if len(others) > 1:
-        note_changes(chat, prompt)
+        note_changes(facts, prompt)
     images = media.placeholders(prompt)[: media.count_media(chat.messages[: chat.question])]
     counts = None if images else tokens_before(chat.renderer, chat.tok_params, text, ids, [len(before)])
     if counts is not None:
@@ -173,11 +162,11 @@ def find_prefix(chat: Chat, prompt: Any) -> int:
     return common_length(before_ids[:-1], ids)
 
 
-def note_changes(chat: Chat, prompt: Any) -> None:
-    """Note in a prompt, and in the log, that its template writes something else each time, if it does."""
-    if chat.again()["prompt"] != prompt["prompt"]:
-        prompt[CHANGES] = True
-        _log_changes(chat.params.chat_template)
+def note_changes(facts: ChatFacts, prompt: Any) -> None:
+    """Note of a chat, and in the log, that its template writes something else each time, if it does."""
+    if facts.chat.again()["prompt"] != prompt["prompt"]:
+        facts.changes = True
+        _log_changes(facts.chat.params.chat_template)
 
 
 @functools.lru_cache(maxsize=256)

@@ -72,4 +72,4 @@ def _note(renderer: BaseRenderer, messages: Sequence[Any], prompt: Any, tok_para
     """Note what a prompt was rendered from; tokens that another server has sent come without messages."""
     chat = HarmonyChat(renderer, list(messages), None, tok_params)
     if messages and note_chat(chat, prompt):
-        note_ends(chat, prompt)
+        note_ends(prompt)

@@ -16,15 +16,8 @@ from vllm_kvevict.engine import hooks
 from vllm_kvevict.engine.config import options_of, require_options
 from vllm_kvevict.engine.frontend import media
 from vllm_kvevict.engine.frontend.boundaries import find_turns
-from vllm_kvevict.engine.frontend.chat import (
-    CHAT,
-    NO_PREFIX,
-    PREFIX_LEN,
-    Chat,
-    QuestionNotFoundError,
-    find_prefix,
-)
-from vllm_kvevict.engine.turns import TURNS
+from vllm_kvevict.engine.frontend.chat import Chat, QuestionNotFoundError, find_prefix
+from vllm_kvevict.engine.request_options import CHAT, ChatFacts
 
 WATCHED: ContextVar[list[Any] | None] = ContextVar("watched", default=None)
 """Gets the rendered prompts of a task that sets it, for routes that answer with tokens only, without what is noted."""
@@ -42,8 +35,8 @@ def _noting(render_chat: Callable[..., Any]) -> Callable[..., Any]:
         self: BaseRenderer, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
         rendered, prompts = render_chat(self, conversations, chat_params, tok_params, **kwargs)
-        for chat, prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
-            note_ends(chat, prompt)
+        for prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
+            note_ends(prompt)
         return rendered, prompts
 
     return noted
@@ -54,9 +47,9 @@ def _noting_async(render_chat_async: Callable[..., Any]) -> Callable[..., Any]:
         self: BaseRenderer, conversations: Any, chat_params: Any, tok_params: Any = None, **kwargs: Any
     ) -> Any:
         rendered, prompts = await render_chat_async(self, conversations, chat_params, tok_params, **kwargs)
-        for chat, prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
+        for prompt in _noted_chats(self, conversations, prompts, chat_params, tok_params):
             # vLLM's own threads for templates and tokenisation, for each of which it keeps a tokenizer.
-            await asyncio.get_running_loop().run_in_executor(self._executor, note_ends, chat, prompt)
+            await asyncio.get_running_loop().run_in_executor(self._executor, note_ends, prompt)
         return rendered, prompts
 
     return noted_async
@@ -64,46 +57,37 @@ def _noting_async(render_chat_async: Callable[..., Any]) -> Callable[..., Any]:
 
 def _noted_chats(
     renderer: BaseRenderer, conversations: Sequence[Any], prompts: Sequence[Any], params: Any, tok_params: Any
-) -> list[tuple[Chat, Any]]:
+) -> list[Any]:
     """Note in the prompts that may be evicted what they were rendered from; those in which more is to be found."""
     tok_params = tok_params or renderer.default_chat_tok_params
-    chats = [
-        (Chat(renderer, media.without_media(messages), params, tok_params), prompt)
-        for messages, prompt in zip(conversations, prompts, strict=True)
-    ]
-    return [(chat, prompt) for chat, prompt in chats if note_chat(chat, prompt)]
+    more = []
+    for messages, prompt in zip(conversations, prompts, strict=True):
+        if note_chat(Chat(renderer, media.without_media(messages), params, tok_params), prompt):
+            more.append(prompt)
+    return more
 
 
 def note_chat(chat: Chat, prompt: Any) -> bool:
     """Note in a prompt that may be evicted what it was rendered from; whether it is to be found where it is evicted."""
-    options = options_of(chat.renderer.config)
-    if options is None or not _may_be_evicted(chat.renderer, prompt):
+    options, ids = options_of(chat.renderer.config), prompt.get("prompt_token_ids")
+    if options is None or ids is None or len(ids) < options.min_prompt:
         return False
-    prompt[CHAT] = chat
+    prompt[CHAT] = ChatFacts(chat)
     if (watched := WATCHED.get()) is not None:
         watched.append(prompt)
     return options.scope != "prompt"
 
 
-def note_ends(chat: Chat, prompt: Any) -> None:
-    """Write into a rendered chat where it is evicted in the scope of its server, or why that cannot be told.
+def note_ends(prompt: Any) -> None:
+    """Note of a rendered chat where it is evicted in the scope of its server, or why that cannot be told.
 
     Args:
-        chat: what was rendered.
-        prompt: the result, with ``prompt_token_ids``.
+        prompt: as :func:`note_chat` has left it, with ``prompt_token_ids``.
     """
-    in_turns = require_options(chat.renderer.config).scope == "turns"
+    facts: ChatFacts = prompt[CHAT]
+    in_turns = require_options(facts.chat.renderer.config).scope == "turns"
     try:
-        if in_turns:
-            prompt[TURNS] = find_turns(chat, prompt)
-        else:
-            prompt[PREFIX_LEN] = find_prefix(chat, prompt)
+        ends = find_turns(facts, prompt) if in_turns else [find_prefix(facts, prompt)]
+        facts.ends = [end for end in ends if end]
     except QuestionNotFoundError as error:
-        prompt[NO_PREFIX] = str(error)
-
-
-def _may_be_evicted(renderer: BaseRenderer, prompt: Any) -> bool:
-    """Whether the engine evicts, and the prompt has enough tokens for that."""
-    options = options_of(renderer.config)
-    ids = prompt.get("prompt_token_ids")
-    return options is not None and ids is not None and len(ids) >= options.min_prompt
+        facts.missing = str(error)

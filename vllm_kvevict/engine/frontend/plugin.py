@@ -160,7 +160,7 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
         without = copy.copy(args)
         without.enable_prefix_caching = False
         vllm_config = create_engine_config(_our_arguments(without, options, device), *rest, **kwargs)
-    checks.check_policy(vllm_config, options.request_config(None)[0])
+    checks.check_policy(vllm_config, options.config)
     checks.check_eviction_log(options.eviction_log)
     scheduling = vllm_config.scheduler_config
     if scheduling.scheduler_cls is not None:

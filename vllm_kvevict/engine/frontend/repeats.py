@@ -13,10 +13,8 @@ from typing import Any
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.params import TokenizeParams
 
-from vllm_kvevict.engine.config import REPEAT_ROWS, KVEvictionError
 from vllm_kvevict.engine.frontend.chat import (
     ANSWERING,
-    CHAT,
     MARK,
     NUMBER,
     REFUSALS,
@@ -29,6 +27,7 @@ from vllm_kvevict.engine.frontend.chat import (
     unused_mark,
 )
 from vllm_kvevict.engine.frontend.counting import common_length
+from vllm_kvevict.engine.request_options import facts_of
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
 
 REPEAT_ALL = "Repeat the previous context exactly."
@@ -51,32 +50,9 @@ def repeat_prompts(renderer: BaseRenderer, prompt: Any, with_question: bool = Fa
     """
     if renderer.tokenizer is None:
         return RepeatPrompts((), (), ())
-    chat = prompt.get(CHAT) if isinstance(prompt, dict) else None
+    chat = facts_of(prompt).chat
     found = None if chat is None else _in_words_of(chat, prompt, with_question)
     return found if found is not None and found.overhead <= MOST_EXTRA_ROWS else _in_plain_text(renderer)
-
-
-def check_rows(fields: Mapping[str, Any], vocab_size: int) -> None:
-    """Refuse what no route that renders can have written: this field travels by way of the client.
-
-    Raises:
-        KVEvictionError: one sentence naming the field.
-    """
-    if REPEAT_ROWS in fields and not _are_rows(fields[REPEAT_ROWS], vocab_size):
-        raise KVEvictionError(
-            f"{REPEAT_ROWS} must be what a render route wrote, three lists of token ids below {vocab_size} that add at "
-            f"most {MOST_EXTRA_ROWS} tokens to a chunk",
-            REPEAT_ROWS,
-        )
-
-
-def _are_rows(lists: Any, vocab_size: int) -> bool:
-    if not (isinstance(lists, list) and len(lists) == 3 and all(isinstance(ids, list) for ids in lists)):
-        return False
-    # True and false are whole numbers, too.
-    if not all(type(token) is int and 0 <= token < vocab_size for ids in lists for token in ids):
-        return False
-    return RepeatPrompts.from_lists(lists).overhead <= MOST_EXTRA_ROWS
 
 
 def _in_plain_text(renderer: BaseRenderer) -> RepeatPrompts:

@@ -59,8 +59,7 @@ class SchedulerEnd:
     def _start_up_line(self) -> str:
         options, ledger = self.options, self.ledger
         length = ledger.max_model_len
-        config, _ = options.request_config(None)
-        kept = config.budget_for(length) if length >= options.min_prompt and config.evicts(length) else length
+        kept = options.config.budget_for(length) if options.evicts(options.config, length) else length
         at_once = min(
             capacity.pages // (capacity.rows * -(-kept // options.page_size) + beside)
             for capacity, beside in zip(ledger.books.ranks, ledger.others.pages_beside(length), strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.request import Request
 
-from vllm_kvevict.engine.config import repeat_prompts_of
+from vllm_kvevict.engine.request_options import RequestOptions
 from vllm_kvevict.schedules.plan import Phase, Plan
 from vllm_kvevict.schedules.registry import schedule_of
 
@@ -38,7 +38,7 @@ def prefix_keys(
         hashed.
     """
     keys: PrefixKeys = {}
-    before, prompts = None, repeat_prompts_of(request.sampling_params)
+    before, prompts = None, RequestOptions.of(request.sampling_params).rendered.repeat
     words = None if prompts is None else prompts.to_lists()
     for part in plan.parts:
         if part.end >= request.num_prompt_tokens or len(request.block_hashes) < part.end // block_size:

@@ -16,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.messages import Claim, Holdings, Report, StepMessage
+from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.adapters import AdapterSlots
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
@@ -120,7 +121,7 @@ class PageLedger(KVCacheManager):
         self.ranks = ranks
         bounds = dataclasses.replace(self.bounds, ranks=in_order)
         self._begin(dataclasses.replace(self.requests.control, bounds=bounds))
-        if not bounds.fits(self.options.plan(self.max_model_len), self.max_model_len):
+        if not bounds.fits(plan_for(self.options, self.max_model_len), self.max_model_len):
             raise ValueError(
                 f"a prompt of --max-model-len {self.max_model_len} tokens does not fit the KV cache of "
                 f"{min(capacity.pages for capacity in self.books.ranks)} pages: lower --max-model-len or give the KV "

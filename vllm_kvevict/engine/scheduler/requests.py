@@ -11,10 +11,10 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.request_options import RequestOptions
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Found
 from vllm_kvevict.engine.scheduler.nodes import Prefix
-from vllm_kvevict.engine.turns import are_lasting
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
 from vllm_kvevict.schedules.bounds import Known
@@ -85,8 +85,7 @@ class Requests:
         """When and how the request is evicted."""
         plan = self._plans.get(request.request_id)
         if plan is None:
-            params = request.sampling_params
-            plan = self.options.plan(request.num_prompt_tokens, params.extra_args if params else None)
+            plan = RequestOptions.of(request.sampling_params).plan(self.options, request.num_prompt_tokens)
             if plan.prompt and (lacking := self._lacking(plan.config)):
                 logger.warning_once(
                     "KV eviction: kv_eviction=%s needs %s, which this model lacks, so such requests are kept whole",
@@ -108,11 +107,6 @@ class Requests:
         if name not in self._keys:
             self._keys[name] = self._keys_of(request, self.plan(request))
         return self._keys[name]
-
-    def changes_later(self, request: Request, tokens: int) -> bool:
-        """Whether so many tokens at a prompt's front will be others when its chat goes on."""
-        params = request.sampling_params
-        return params is not None and not are_lasting(params.extra_args or {}, tokens)
 
     def keys_behind(self, request: Request, prefix: Prefix) -> list[Hashable]:
         """By what a request's tokens behind a prefix are found, those that it has by now: one key for each whole unit

@@ -20,10 +20,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_kvevict.engine.config import repeat_prompts_of, require_options
+from vllm_kvevict.engine.config import require_options
 from vllm_kvevict.engine.layers import LayerMap
 from vllm_kvevict.engine.memory import bounds_of, head_dims
 from vllm_kvevict.engine.messages import StepMessage
+from vllm_kvevict.engine.request_options import RequestOptions
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.keys import next_key, prefix_keys
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
@@ -355,7 +356,7 @@ def _tokens_of(extra: ExtraTokens, request: Request, plan: Plan) -> tuple[list[i
     prompt = request.prompt_token_ids[:n]
     if not schedule_of(part).repeats_prompt:
         return prompt[: extra.stop], extra.start
-    prompts = repeat_prompts_of(request.sampling_params) or RepeatPrompts()
+    prompts = RequestOptions.of(request.sampling_params).rendered.repeat or RepeatPrompts()
     return [*prompt, *prompts.behind(prompt).rows(prompt, extra.start, extra.stop)], n
 
 

@@ -280,7 +280,7 @@ def _parts_of(
     projections = OutputProjections(model, layers)
     rotary = ModelRotary(model, layers, config.max_model_len, config.get_head_size())
     available = {PROJECTIONS: projections.available, ROTARY_EMBEDDING: rotary.available}
-    for part in options.request_config(None)[0].needs_of_model:
+    for part in options.config.needs_of_model:
         if not available[part]:
             raise finds_none(options.policy, part.words)
     return projections, rotary

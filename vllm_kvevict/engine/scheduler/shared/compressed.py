@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 
 from vllm_kvevict.cache.counts import PageCount
 from vllm_kvevict.engine.messages import StorePrefix
+from vllm_kvevict.engine.request_options import RequestOptions
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.nodes import Counted, Prefix, plus
@@ -112,7 +113,7 @@ class CompressedPrefixes(Graph[Prefix]):
         if account.prefix is not None:
             self.retain(account.prefix, request.request_id)
         begins = 0 if account.prefix is None else account.prefix.tokens
-        producer = request.request_id, account.epoch
+        producer, options = (request.request_id, account.epoch), RequestOptions.of(request.sampling_params)
         for tokens, key in self._requests.keys(request).items():
             if tokens <= begins:
                 continue
@@ -121,7 +122,7 @@ class CompressedPrefixes(Graph[Prefix]):
                     self.touch(known)
                 return
             number, held = self.outbox.new_number(), [0] * len(self.held)
-            changes = self._requests.changes_later(request, tokens)
+            changes = options.changes_later(tokens)
             prefix = Prefix(number, [key], held, tokens, producer, account.plan.in_turns, evict_first=changes)
             self._index(prefix)
             self._by_producer.setdefault(producer, {})[tokens] = prefix
