@@ -5,16 +5,7 @@ import random
 import pytest
 
 from vllm_kvevict.quality import tasks
-from vllm_kvevict.quality.tasks import (
-    FUNCTION_WORDS,
-    TASKS,
-    make,
-    make_many,
-    names,
-    score,
-    values,
-    words,
-)
+from vllm_kvevict.quality.tasks import FUNCTION_WORDS, TASKS, make, make_many, names, score, values, words
 
 LENGTHS = (60, 500)
 IN_THE_TEXT = tuple(task for task in TASKS if task != "count")  # how often a name occurs is written nowhere

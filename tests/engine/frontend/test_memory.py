@@ -15,12 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 import vllm_kvevict.engine  # noqa: F401
 from vllm_kvevict.engine.config import KVEvictionError, options_of
 from vllm_kvevict.engine.frontend.requests import _check_generate
-from vllm_kvevict.engine.memory import (
-    bounds_of,
-    check_fits,
-    engines_of_front_end,
-    longest_step,
-)
+from vllm_kvevict.engine.memory import bounds_of, check_fits, engines_of_front_end, longest_step
 from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
@@ -170,10 +165,7 @@ def test_memory_for_everything_needs_no_check(models) -> None:
         ({"data_parallel_size": 4, "data_parallel_size_local": 4}, 4),
         ({"data_parallel_size": 4, "data_parallel_size_local": 2}, 4),
         ({"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True}, 2),
-        (
-            {"data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_external_lb": True},
-            1,
-        ),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_external_lb": True}, 1),
     ],
     ids=["one", "one machine", "two machines", "a front-end per machine", "a front-end per engine"],
 )

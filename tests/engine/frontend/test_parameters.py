@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.engine.frontend.test_config import EVICTING, one_sentence
 from vllm_kvevict.engine.config import KVEvictionError, Options
-from vllm_kvevict.engine.request_options import ChatFacts, RequestOptions
+from vllm_kvevict.engine.request_options import RequestOptions
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, Rotary, available, decide, parameters
 from vllm_kvevict.policies.registry import lookup
 
@@ -157,18 +157,6 @@ def test_a_servers_kernel_is_no_error_where_the_request_leaves_it_without_use():
     config = config_of(eviction="ada-snapkv", params="pooling=max")
     assert (config.params["pooling"], config.params["kernel"], config.params["alpha"]) == ("max", 7, 0.5)
     assert config_of(eviction="ada-snapkv", params="pooling=max,kernel=31").params["kernel"] == 31
-
-
-def test_nothing_is_left_of_the_parameters_where_a_chat_has_nothing_to_evict():
-    server = Options.parse({"policy": "snapkv", "scope": "prefix", "min_prompt": 0})
-    fields = {"kv_params": "kernel=9", "kv_budget": 0.5}
-    options = RequestOptions.read(server, fields, 1000, ChatFacts(ends=[]))
-    assert options.plan(server, 1000).prompt is None and options.to_fields(fields) == {
-        "kv_eviction": "full",
-        "kv_budget": 0.5,
-    }
-    plan = RequestOptions.read(server, fields, 1000, ChatFacts(ends=[700])).plan(server, 1000)
-    assert (plan.prompt.end, plan.config.params["kernel"]) == (700, 9)
 
 
 @given(st.text() | st.text("kernlwidop=,0123456789.max-").map("kernel={}".format), st.sampled_from(EVICTING))

@@ -445,11 +445,7 @@ def process(vllm_config, fields, length=100, prompt=None, **settings):
 
 
 @pytest.mark.parametrize(
-    "fields, named",
-    [
-        ({"kv_budget": 2.5}, "kv_budget"),
-        ({"kv_transfer_params": "x"}, "kv_transfer_params"),
-    ],
+    "fields, named", [({"kv_budget": 2.5}, "kv_budget"), ({"kv_transfer_params": "x"}, "kv_transfer_params")]
 )
 def test_bad_fields_are_the_callers_fault(fields, named, on, off):
     with pytest.raises(VLLMValidationError) as error:

@@ -31,7 +31,6 @@ from tests.engine.support.chats import (
 )
 from vllm_kvevict.engine.frontend import requests
 from vllm_kvevict.engine.frontend.repeats import NOT_THINKING, REPEAT_ALL, REPEAT_PART, repeat_prompts
-from vllm_kvevict.engine.frontend.requests import passed_on_fields
 from vllm_kvevict.engine.request_options import RENDERED, RequestOptions
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
 
@@ -313,19 +312,6 @@ def test_rendered_requests_bring_their_own(renderers):
         with pytest.raises(VLLMValidationError, match=WRITTEN):
             engine = SimpleNamespace(vllm_config=renderer.config, renderer=renderer)
             requests._check_generate(engine, tokens, SamplingParams(extra_args={RENDERED: rendered}))
-
-
-@pytest.mark.parametrize("scope", ["prompt", "prefix"])
-@pytest.mark.parametrize("policy", ["kvzip", "snapkv"])
-def test_a_rendered_chat_is_evicted_as_the_chat_is(policy, scope, renderers):
-    renderer = renderers(policy=policy, scope=scope)
-    for messages in ([*TURN, ask()], [ask()]):
-        prompt, _ = render(renderer, messages)
-        params = SamplingParams(max_tokens=4)
-        fields = passed_on_fields(renderer.config, renderer, prompt, params)
-        assert params.extra_args is None
-        tokens = {"prompt_token_ids": prompt["prompt_token_ids"]}
-        assert process(renderer, tokens, **fields) == process(renderer, prompt)
 
 
 def test_what_leaves_no_room_for_a_repeat_is_refused(renderers):

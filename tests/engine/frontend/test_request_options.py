@@ -1,8 +1,10 @@
 """A request is read once and planned twice, in the front-end and in the scheduler, on every route."""
 
 import asyncio
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +19,12 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.engine.support.chats import TURN, ask, render
 from vllm_kvevict.engine.config import require_options
 from vllm_kvevict.engine.frontend import requests
-from vllm_kvevict.engine.request_options import KEEPS_ALL, RequestOptions
+from vllm_kvevict.engine.request_options import RequestOptions
 from vllm_kvevict.engine.scheduler.requests import Requests
 
 TOKENS = {"type": "token", "prompt_token_ids": [7] * 100}
 EMBEDS = {"type": "embeds", "prompt_embeds": torch.ones(100, 64)}
+CHAT = [*TURN, ask()]
 TURNS = {"scope": "turns", "budget": 0.25, "min_turn": 16}
 ROUTES: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "completion": ({}, TOKENS, {}),
@@ -30,27 +33,22 @@ ROUTES: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "completion, turns": ({"policy": "kvzip"}, TOKENS, {"kv_turns": [20, 60]}),
     "completion, an answer's budget": ({"decode_budget": 40}, TOKENS, {"kv_decode_budget": 30, "kv_answer_from": 80}),
     "embeddings": ({}, EMBEDS, {"kv_prefix_len": 50}),
-    "chat": ({}, None, {}),
-    "chat, repeated": ({"policy": "kvzip"}, None, {}),
-    "chat, a prefix": ({"policy": "kvzip", "scope": "prefix"}, None, {}),
-    "chat, turns": (TURNS, None, {}),
-    "chat, turns and answers": ({**TURNS, "policy": "kvzip", "decode_budget": 40}, None, {"kv_params": "sinks=2"}),
-    "chat, kept whole": ({"min_prompt": 10_000}, None, {}),
+    "chat": ({}, CHAT, {}),
+    "chat, repeated": ({"policy": "kvzip"}, CHAT, {}),
+    "chat, a prefix": ({"policy": "kvzip", "scope": "prefix"}, CHAT, {}),
+    "chat, turns": (TURNS, CHAT, {}),
+    "chat, turns and answers": ({**TURNS, "policy": "kvzip", "decode_budget": 40}, CHAT, {"kv_params": "sinks=2"}),
+    "chat, nothing before its question: whole": ({"scope": "prefix"}, [ask()], {"kv_params": "window=8"}),
+    "chat, kept whole": ({"min_prompt": 10_000}, CHAT, {}),
 }  # fmt: skip
 """Options of a server, what it is sent, and the request's fields."""
 
 
 @pytest.fixture
-def planned(monkeypatch) -> list[Any]:
-    """The plans that were made."""
-    plans, plan = [], RequestOptions.plan
-
-    def counted(*args: Any) -> Any:
-        plans.append(plan(*args))
-        return plans[-1]
-
-    monkeypatch.setattr(RequestOptions, "plan", counted)
-    return plans
+def plans() -> Iterator[mock.Mock]:
+    """Counts the plans that are made."""
+    with mock.patch.object(RequestOptions, "plan", autospec=True, side_effect=RequestOptions.plan) as plans:
+        yield plans
 
 
 def through_a_server(renderer: Any, prompt: Any, params: SamplingParams) -> EngineCoreRequest:
@@ -63,37 +61,34 @@ def through_a_server(renderer: Any, prompt: Any, params: SamplingParams) -> Engi
     return MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(sent))
 
 
-def in_the_scheduler(renderer: Any, arrived: EngineCoreRequest) -> Requests:
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("rendered", [False, True])
+def test_two_plans(route, rendered, renderers, plans):
+    """One more where a route renders, which changes nothing else."""
+    options, prompt, fields = ROUTES[route]
+    renderer = renderers(**{"policies": "all", **options})
+    prompt = dict(prompt) if isinstance(prompt, dict) else render(renderer, prompt)[0]
+    given = {**fields, "mine": 1}
+    params = SamplingParams(max_tokens=4, extra_args=given)
+    arrived = through_a_server(renderer, prompt, params)
+    if rendered and "prompt_token_ids" in prompt:
+        fields = requests.passed_on_fields(renderer.config, renderer, prompt, params)
+        assert plans.call_count == 2
+        plans.reset_mock()
+        tokens = {"type": "token", "prompt_token_ids": prompt["prompt_token_ids"]}
+        again = through_a_server(renderer, tokens, SamplingParams(max_tokens=4, extra_args=fields))
+        assert RequestOptions.of(again.sampling_params) == RequestOptions.of(arrived.sampling_params)
+    assert plans.call_count == 1 and arrived.sampling_params.extra_args.keys() == {"kv_resolved", "mine"}
     known = Requests(require_options(renderer.config), None, lambda request, plan: {}, None, 1)
     request = Request.from_engine_core_request(arrived, None)
     for _ in range(2):
         known.keys(request)
         known.plan(request)
-    return known
+    assert plans.call_count == 2 and (known.plan(request).prompt is None) == ("whole" in route)
+    assert params.extra_args == given
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("rendered", [False, True])
-def test_two_plans(route, rendered, renderers, planned):
-    options, prompt, fields = ROUTES[route]
-    renderer = renderers(**{"policies": "all", **options})
-    prompt = dict(prompt) if prompt else render(renderer, [*TURN, ask()])[0]
-    params = SamplingParams(max_tokens=4, extra_args={**fields, "mine": 1})
-    if rendered and "prompt_token_ids" in prompt:
-        fields = requests.passed_on_fields(renderer.config, renderer, prompt, params)
-        prompt = {"type": "token", "prompt_token_ids": prompt["prompt_token_ids"]}
-        params = SamplingParams(max_tokens=4, extra_args=fields)
-        assert len(planned) == 1
-        planned.clear()
-    arrived = through_a_server(renderer, prompt, params)
-    assert len(planned) == 1 and arrived.sampling_params.extra_args.keys() == {"kv_resolved", "mine"}
-    in_the_scheduler(renderer, arrived)
-    first, second = planned
-    assert first == second and (first.prompt is None) == (route == "chat, kept whole")
-    assert params.extra_args == {**fields, "mine": 1}
-
-
-def test_another_request_with_the_same_prompt_is_read(renderers, planned):
+def test_another_request_with_the_same_prompt_is_read(renderers, plans):
     """Whoever changes what was checked is read again."""
     renderer, prompt, params = renderers(policies="all"), dict(TOKENS), SamplingParams(max_tokens=4)
     engine = SimpleNamespace(vllm_config=renderer.config, renderer=renderer)
@@ -103,9 +98,4 @@ def test_another_request_with_the_same_prompt_is_read(renderers, planned):
         params.extra_args = {"kv_eviction": policy}
         request = processor.process_inputs("r", prompt, params, ("generate",))
         assert RequestOptions.of(request.sampling_params).config.policy == policy
-    assert len(planned) == 3
-
-
-def test_who_did_not_pass_a_front_end_keeps_all():
-    for params in (None, SamplingParams(), SamplingParams(extra_args={"kv_eviction": "h2o"})):
-        assert RequestOptions.of(params) == KEEPS_ALL
+    assert plans.call_count == 3

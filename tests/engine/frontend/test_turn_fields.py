@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.frontend.test_config import one_sentence
 from vllm_kvevict.engine.config import KVEvictionError, Options
-from vllm_kvevict.engine.request_options import ChatFacts, RequestOptions, plan_for
+from vllm_kvevict.engine.request_options import plan_for
 
 SERVER = Options.parse(
     {"policy": "kvzip", "budget": 0.25, "min_prompt": 20, "decode_budget": 40, "policies": "all"}
@@ -89,11 +89,3 @@ def test_other_scopes_have_no_first_part(scope) -> None:
         Options.parse({"policy": "kvzip", "budget": 0.25, "scope": scope, "keep_first": True})
     assert f"keep_first has no effect with scope {scope}" in one_sentence(error)
     assert Options.parse({"policy": "kvzip", "budget": 0.25, "scope": "turns", "keep_first": True}).keep_first
-
-
-def test_other_fields_and_scopes_stay_as_they_were() -> None:
-    prefix = Options.parse({"policy": "kvzip", "budget": 0.25, "scope": "prefix", "min_turn": 1})
-    fields = {"kv_turns": [40, 80]}
-    assert RequestOptions.read(prefix, fields, 100, ChatFacts()).ends == (40, 80)
-    assert [part.begins for part in plan_for(prefix, 100, fields).parts] == [0, 40]
-    assert plan_for(SERVER, 100).parts == (plan_for(SERVER, 100).prompt,)

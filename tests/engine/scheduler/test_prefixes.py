@@ -164,9 +164,7 @@ def test_another_prefix_is_read(what: str, length: int) -> None:
 def test_a_key_without_the_last_token_is_noticed(monkeypatch) -> None:
     hashed = keys.hash_block_tokens
     monkeypatch.setattr(
-        keys,
-        "hash_block_tokens",
-        lambda fn, before, tokens, extra: hashed(fn, before, tokens[:-1], extra),
+        keys, "hash_block_tokens", lambda fn, before, tokens, extra: hashed(fn, before, tokens[:-1], extra)
     )
     with pytest.raises(AssertionError):
         test_another_prefix_is_read("last token", 33)

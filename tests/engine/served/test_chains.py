@@ -37,8 +37,7 @@ def read(model):
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "policy, whole",
-    [("ada-snapkv", 0), ("kvzip", 0), ("h2o", 0), ("lava", WHOLE), ("kvzip", WHOLE)],
+    "policy, whole", [("ada-snapkv", 0), ("kvzip", 0), ("h2o", 0), ("lava", WHOLE), ("kvzip", WHOLE)]
 )
 def test_preempted(model, read, policy: str, whole: int) -> None:
     """All at once in small steps, thrown out and begun anew with nothing cached; then again, when all is."""
@@ -103,12 +102,7 @@ def test_a_compressed_part_in_its_place_is_noticed(model, read, monkeypatch) -> 
 @pytest.mark.engine
 def test_a_pool_for_one_conversation(model, read) -> None:
     """What is left goes to make room, the ends of chains first, and what is borrowed stays."""
-    settings = {
-        **CACHING,
-        "max_model_len": 700,
-        "max_num_batched_tokens": 128,
-        "num_gpu_blocks_override": 7,
-    }
+    settings = {**CACHING, "max_model_len": 700, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 7}
     with evicting_engine(model, eviction={**OPTIONS, "decode_reserve": 1}, **settings) as llm:
         for policy, whole in CHAINS:
             asks = asked(policy, whole)

@@ -122,9 +122,7 @@ def render(
 
 def prefix_len_of(prompt: Any) -> int:
     """Where a prompt is evicted, for the last time if it has turns; 0 if nowhere."""
-    ends = facts_of(prompt).ends
-    assert ends is not None
-    return ends[-1] if ends else 0
+    return (facts_of(prompt).ends or [0])[-1]
 
 
 def decoded(renderer: BaseRenderer, ids: Any) -> str:

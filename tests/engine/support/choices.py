@@ -32,11 +32,7 @@ class Choices:
     """
 
     def __init__(
-        self,
-        ranks: Sequence[RankCapacity],
-        replicas: int = 1,
-        seed: int = 0,
-        greeds: Sequence[str] = GREEDS,
+        self, ranks: Sequence[RankCapacity], replicas: int = 1, seed: int = 0, greeds: Sequence[str] = GREEDS
     ):
         self.ranks = ranks
         self.replicas = replicas
