@@ -105,7 +105,8 @@ class Options:
         options = cls(policy, budget, raw, decode_budget=decode_budget, **engine)
         options._check_policy_params()
         options._check_scope()
-        options.decoding.check()
+        if decode_budget:
+            options.decoding.phase(decode_budget, 1)
         return options
 
     def to_dict(self) -> dict[str, Any]:

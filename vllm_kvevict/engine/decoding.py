@@ -36,15 +36,6 @@ class DecodeOptions:
     defaults: str
     page_size: int
 
-    def check(self) -> None:
-        """Refuse what does not go together.
-
-        Raises:
-            KVEvictionError: one sentence naming the flag.
-        """
-        if self.budget:
-            self.phase(self.budget, 1)
-
     def config(self, budget: int) -> EvictionConfig:
         """The policy for an answer. Raises ValueError as of the constructor.
 
