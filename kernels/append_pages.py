@@ -69,7 +69,7 @@ def append_pages(
         pages: int32 [P], the new pages: one for each row of the requests with kv_len % page_size == 0.
         first_page: int64 [B], where each request's pages begin among them.
         page_size: entries per page.
-        storage: [num_pages, 2 * page_size * head_dim], contiguous.
+        storage: [num_pages, page_elements], contiguous.
     """
     if not request_slots.numel():
         return

@@ -20,6 +20,7 @@ def _compact_rows(
     kept,
     starts,
     first,
+    PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -32,7 +33,7 @@ def _compact_rows(
     stay = tl.load(first + row) if first is not None else 0
     table += row.to(tl.int64) * table_stride
     dim = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    # The keys or the values.
+    # The keys or the values, say.
     storage += tl.program_id(1) * PAGE_SIZE * HEAD_DIM + dim[None, :]
     # No other program touches these dims of the row, and this one goes through it in ascending blocks. Entry i
     # comes from kept[i] >= i, since kept ascends strictly. So what a block overwrites lies before its end, and all
@@ -46,23 +47,28 @@ def _compact_rows(
         source_page = tl.load(table + source // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
         page = tl.load(table + target // PAGE_SIZE, mask=moves, other=0).to(tl.int64)
         mask = moves[:, None] & (dim < HEAD_DIM)[None, :]
-        read = source_page * (2 * PAGE_SIZE * HEAD_DIM) + source % PAGE_SIZE * HEAD_DIM
+        read = source_page * (PARTS * PAGE_SIZE * HEAD_DIM) + source % PAGE_SIZE * HEAD_DIM
         data = tl.load(storage + read[:, None], mask=mask)
         tl.debug_barrier()
-        written = page * (2 * PAGE_SIZE * HEAD_DIM) + target % PAGE_SIZE * HEAD_DIM
+        written = page * (PARTS * PAGE_SIZE * HEAD_DIM) + target % PAGE_SIZE * HEAD_DIM
         tl.store(storage + written[:, None], data, mask=mask)
 
 
 def compact_rows(
-    storage: Tensor, page_size: int, table: Tensor, kept: Tensor, starts: Tensor, first: Tensor | None = None
+    storage: Tensor,
+    page_size: int,
+    table: Tensor,
+    kept: Tensor,
+    starts: Tensor,
+    first: Tensor | None = None,
+    parts: int = 2,
 ) -> None:
     """Move the kept entries of several rows to the front of each row, or behind entries that stay, in place.
 
     Nothing here waits for the device, and the values are not checked.
 
     Args:
-        storage: [num_pages, 2 * page_size * head_dim], contiguous. A page holds the keys of one KV head,
-            [page_size, head_dim], then the values, likewise.
+        storage: [num_pages, page_elements], contiguous, in rows (:mod:`vllm_kvevict.kernels.layout`).
         page_size: entries per page.
         table: int32 [rows, columns], the pages of each row; rows may lie apart. No page may be in two rows, apart from
             those of which all entries stay.
@@ -70,6 +76,7 @@ def compact_rows(
         starts: int64 [rows + 1]: row r keeps kept[starts[r] : starts[r + 1]], which may be nothing.
         first: int64 [rows], entries at the front of each row that are neither read nor written; kept counts from
             there. None: no row has any.
+        parts: fields of equal size in a page: keys and values, or one that lies aside.
 
     Raises:
         ValueError: the pages of a row do not lie side by side in ``table``.
@@ -79,16 +86,17 @@ def compact_rows(
         raise ValueError(f"a row's pages must lie side by side, got strides {table.stride()}")
     if not rows:
         return
-    head_dim = storage.shape[1] // (2 * page_size)
+    head_dim = storage.shape[1] // (parts * page_size)
     block_d = _SEGMENT_BYTES // storage.element_size()
     # One stage: a pipelined loop would read entries of the next block before this one is written.
-    _compact_rows[rows, 2, triton.cdiv(head_dim, block_d)](
+    _compact_rows[rows, parts, triton.cdiv(head_dim, block_d)](
         storage,
         table,
         table.stride(0),
         kept,
         starts,
         first,
+        PARTS=parts,
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
         BLOCK=_BLOCK,
@@ -101,7 +109,7 @@ def compact_rows(
 def reference(
     storage: Tensor, page_size: int, table: Tensor, kept: Tensor, starts: Tensor, first: Tensor | None = None
 ) -> None:
-    """The same in plain torch, row by row; arguments as above."""
+    """The same of keys and values in plain torch, row by row; arguments as above."""
     pages = storage.view(storage.shape[0], 2, page_size, -1)
     for row, (start, stop) in enumerate(pairwise(starts.tolist())):
         stay = 0 if first is None else int(first[row])

@@ -56,8 +56,7 @@ class DecodeAttention:
     """The compiled kernel for one kind of pages.
 
     Args:
-        pages: [pages, 2 * page_size * head_dim], contiguous. A page holds the keys of one KV head, transposed,
-            [head_dim, page_size], then the values, [page_size, head_dim].
+        pages: [pages, page_elements], contiguous, with keys transposed (:mod:`vllm_kvevict.kernels.layout`).
         page_size: entries per page.
         most_new_tokens: of a request in a call. Each token sees its own entry and those before it.
 
@@ -137,7 +136,7 @@ def reference(
 
     Args:
         softcap: c > 0 turns each scaled logit z into c * tanh(z / c).
-        keys_are_transposed: whether a page has its keys as above, or [page_size, head_dim] like its values.
+        keys_are_transposed: whether a page has its keys so, or in rows like its values.
     """
     keys, values = pages.unflatten(1, (2, page_size, -1)).unbind(1)
     if keys_are_transposed:

@@ -226,8 +226,7 @@ class PagedDecode:
     arguments only. Kernels are compiled by the first call of their kind, which must not be recorded in a CUDA graph.
 
     Args:
-        pages: [pages, 2 * page_size * head_dim], contiguous, fp32, bf16 or fp16. A page holds the keys of one KV
-            head, [page_size, head_dim], then the values, likewise.
+        pages: [pages, page_elements], contiguous, fp32, bf16 or fp16, in rows (:mod:`vllm_kvevict.kernels.layout`).
         page_size: entries per page.
         max_requests: the largest batch.
         num_kv_heads: KV heads of a layer.

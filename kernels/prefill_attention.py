@@ -38,8 +38,7 @@ class PrefillAttention:
 
     Args:
         dtype: of all tensors of a call.
-        pages: [pages, 2 * page_size * head_dim], contiguous, as of :class:`DecodeAttention`; None: no call has
-            prefixes.
+        pages: [pages, page_elements], contiguous, as of :class:`DecodeAttention`; None: no call has prefixes.
         page_size: entries per page.
 
     Raises:

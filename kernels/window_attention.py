@@ -33,8 +33,7 @@ def window_attention(
     Args:
         query: [w, Hq, head_dim], the dtype of the storage: of the tokens n - w to n - 1. Tokens and heads may lie
             apart. w >= 1, practical up to 64. Hq / Hkv query heads share a KV head.
-        storage: [pages, 2 * page_size * head_dim], contiguous. A page holds the keys of one KV head,
-            [page_size, head_dim], then its values, likewise.
+        storage: [pages, page_elements], contiguous, in rows (:mod:`vllm_kvevict.kernels.layout`).
         page_size: entries per page.
         table: int32 [Hkv, columns], rows may lie apart: the pages of each KV head, ceil(n / page_size) of them.
         n: entries of every KV head, at least w + 1. What lies behind them in the last page is not used.

@@ -11,8 +11,7 @@ def write_entries(storage: Tensor, page_size: int, keys: Tensor, values: Tensor,
     """Copy each token's key and value of every KV head into the pages, bit for bit.
 
     Args:
-        storage: [pages, 2 * page_size * head_dim], contiguous. A page holds the keys of one KV head,
-            [page_size, head_dim], then its values, likewise.
+        storage: [pages, page_elements], contiguous, in rows (:mod:`vllm_kvevict.kernels.layout`).
         page_size: entries per page.
         keys, values: [T, H, head_dim], the dtype of the storage; tokens and heads may lie apart.
         entry_slots: int64 [T * H], contiguous: page * page_size + place in the page, token by token, then head by head;

@@ -28,7 +28,7 @@ def server(full: float, prompt: int, step: int, tensor: int = 1, stages: int = 1
         kv_heads=HEADS,
         head_dim=DIM,
         max_len=1 << 15,
-        dtype_size=2,
+        dtype="bfloat16",
         memory=int(full * -(-prompt // PAGE)) * rows * PAGE * 4 * DIM,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=stages,

@@ -16,7 +16,7 @@ import torch
 
 from tests.cache.writers import plain
 from tests.documents import ROOT
-from vllm_kvevict.cache import PageFormat
+from vllm_kvevict.cache import PageMemory
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.blocks import NoBlocks
 from vllm_kvevict.engine.scheduler.books import Books
@@ -80,9 +80,9 @@ def any_epoch(self: Any, rank: int, name: str, report: Any, of: Any = PageLedger
     of(self, rank, name, type(report)(epoch, *list(vars(report).values())[1:]))
 
 
-def as_numbers(self: Any, storage: torch.Tensor, source: Any, to: Any, of: Any = PageFormat.move) -> None:
-    of(self, storage, source, to)
-    storage.nan_to_num_()
+def as_numbers(self: Any, source: Any, to: Any, of: Any = PageMemory.move) -> None:
+    of(self, source, to)
+    self.storage.nan_to_num_()
 
 
 def nobody_uses(self: Any, segment: Any, more: int, lasting: bool) -> None:
@@ -108,7 +108,7 @@ WRONG: dict[str, tuple[type, str, FunctionType, dict[str, Any]]] = {
     ),
     "test_probes_and_repeats_take_turns": (ExtraTokensSlot, "acquire_for_probe", whoever_asks, {}),
     "test_report_of_an_older_admission_is_dropped": (PageLedger, "on_report", any_epoch, {}),
-    "test_entries_move_as_bytes_and_nothing_else_changes": (PageFormat, "move", as_numbers, NUMBERS),
+    "test_entries_move_as_bytes_and_nothing_else_changes": (PageMemory, "move", as_numbers, NUMBERS),
     "test_what_is_used_and_what_will_be_is_not_dropped": (SegmentCache, "_use", nobody_uses, {}),
     "test_the_least_recently_used_goes_first_and_none_before_its_followers": (
         SegmentCache,

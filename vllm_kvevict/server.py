@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from vllm_kvevict.kernels.layout import KVLayout
+
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
@@ -13,7 +15,7 @@ class Server:
     head_dim: int
     max_len: int
     memory: int
-    dtype_size: int
+    dtype: str
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     page_size: int = 32
@@ -21,11 +23,7 @@ class Server:
     max_num_batched_tokens: int = 2048
 
     @property
-    def entry(self) -> int:
-        """Bytes of one token in one KV head of one layer."""
-        return 2 * self.head_dim * self.dtype_size
-
-    @property
-    def heads(self) -> int:
-        """KV heads of one rank."""
-        return max(1, self.kv_heads // self.tensor_parallel_size)
+    def layout(self) -> KVLayout:
+        """What a rank stores."""
+        heads = max(1, self.kv_heads // self.tensor_parallel_size)
+        return KVLayout.of_heads(self.page_size, heads, self.kv_heads, self.head_dim, self.dtype)

@@ -179,7 +179,7 @@ def report(args: argparse.Namespace) -> str:  # noqa: C901
         rows = [row | more for row, more in zip(rows, chats, strict=True)]
     table = _table(columns, rows)
     token, fit = (
-        server.entry * server.kv_heads * server.layers,
+        server.layout.entry_bytes * server.kv_heads * server.layers,
         sizing.counted_blocks(server) * server.block_size,
     )
     head = f"KV of one token: {token:,} bytes in all layers and heads; {fit:,} tokens fit without eviction"

@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.harness.measure import Estimate, estimate
 from benchmarks.micro.loop import in_turns
 from vllm_kvevict.engine.worker.batch import Sequences
+from vllm_kvevict.kernels.layout import KVLayout
 
 LAYERS, HIDDEN, FEED_FORWARD = 32, 4096, 14336
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -23,9 +24,9 @@ SCALE = HEAD_DIM**-0.5
 DTYPE = torch.bfloat16
 PAGE, STOCK_PAGE = 32, 16
 """Tokens of a page of ours, which holds one KV head, and of vLLM's, which holds all."""
-ENTRY_BYTES = 2 * HEAD_DIM * 2
-"""Key and value of one token in one layer and KV head."""
-PAGE_ELEMENTS = 2 * PAGE * HEAD_DIM
+LAYOUT = KVLayout.of_heads(PAGE, KV_HEADS, KV_HEADS, HEAD_DIM, "bfloat16")
+ENTRY_BYTES, PAGE_ELEMENTS = LAYOUT.entry_bytes, LAYOUT.page_elements
+"""Key and value of one token in one layer and KV head; numbers in a page."""
 
 DEVICE = torch.device("cuda")
 FLUSH_BYTES = 256 << 20

@@ -36,7 +36,7 @@ from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
 from benchmarks.micro import loop
 from benchmarks.micro.loop import Found
-from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache import PagedKVCache, PageMemory
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine.devices import CUDA
 from vllm_kvevict.engine.parameters import policy_config
@@ -105,15 +105,8 @@ class Prompt:
         def received(query: Tensor, table: Tensor, n: int, scale: float, softcap: float, rows: str) -> Tensor:
             return window_attention(query, self.storage, PAGE, table, n, scale, softcap, rows)
 
-        self.cache = PagedKVCache(
-            self.storage,
-            num_layers=layers,
-            num_kv_heads=KV_HEADS,
-            page_size=PAGE,
-            max_requests=1,
-            write=write,
-            triton=True,
-        )
+        memory = PageMemory.probe(self.storage, common.LAYOUT, write)
+        self.cache = PagedKVCache(memory, num_layers=layers, max_requests=1, triton=True)
 
         def none(*_: int) -> NoReturn:
             raise NotImplementedError(f"only {KNOWN} are there")
@@ -161,7 +154,7 @@ def check_eviction(config: EvictionConfig, tokens: int, layers: int) -> None:
     inputs = []
     for layer, query in enumerate(queries):
         keys, values = (
-            read(prompt.request_slot, layer, tokens).cpu() for read in (cache.read_keys, cache.read_values)
+            cache.read(name, prompt.request_slot, layer, tokens).cpu() for name in ("key", "value")
         )
         inputs.append(LayerInputs(query, keys, values, SCALE))
     chosen: list[Tensor] = []

@@ -3,10 +3,11 @@
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache import PagedKVCache, PageMemory
 from vllm_kvevict.engine.worker.batch import lay_out
 from vllm_kvevict.engine.worker.cpu import CPUPages
 from vllm_kvevict.kernels.decode_attention import BatchRows, DecodeAttention
+from vllm_kvevict.kernels.layout import KVLayout
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 8, 8, 4, 64, 32
 GROUP = QUERY_HEADS // KV_HEADS
@@ -19,19 +20,14 @@ class Holding:
     def __init__(self, batch: int, context: int, share: float, attention: str, seed: int, dtype: str):
         self.dtype: torch.dtype = getattr(torch, dtype)
         pages = LAYERS * KV_HEADS * batch * (-(-context // PAGE) + 2)
-        storage = torch.randn(pages, 2 * PAGE * HEAD_DIM).to(self.dtype)
-        self.pages = CPUPages(storage, PAGE, None)
+        layout = KVLayout.of_heads(PAGE, KV_HEADS, KV_HEADS, HEAD_DIM, dtype)
+        storage = torch.randn(pages, layout.page_elements).to(self.dtype)
+        self.pages = CPUPages(storage, layout, None)
         if attention == KERNEL:
             # It reads pages in the order that fp32 has; with AMX the op has another one for bfloat16.
             self.pages.isa = _get_attn_isa(torch.float32, PAGE, HEAD_DIM)
-        self.cache = PagedKVCache(
-            storage,
-            num_layers=LAYERS,
-            num_kv_heads=KV_HEADS,
-            page_size=PAGE,
-            max_requests=batch,
-            write=self.pages.write,
-        )
+        memory = PageMemory.probe(storage, layout, self.pages.write)
+        self.cache = PagedKVCache(memory, num_layers=LAYERS, max_requests=batch)
         self._kernel = DecodeAttention(storage, PAGE)
         self.decode = self.by_kernel if attention == KERNEL else self.by_op
         random = torch.Generator().manual_seed(seed)

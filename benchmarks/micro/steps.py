@@ -134,8 +134,8 @@ def prompt_operations(context: int, chunk: int, share: float, dtype: str) -> lis
     logits = 2 * QUERY_HEADS * window * context * HEAD_DIM
 
     def score(policy: str) -> Any:
-        values = prompt.cache.read_values(0, 0, context) if "values" in configs[policy].needs else None
-        inputs = LayerInputs(q_window, prompt.cache.read_keys(0, 0, context), values)
+        values = prompt.cache.read("value", 0, 0, context) if "values" in configs[policy].needs else None
+        inputs = LayerInputs(q_window, prompt.cache.read("key", 0, 0, context), values)
         return score_layer(configs[policy], inputs, 0, LAYERS)
 
     def attend_chunk() -> None:

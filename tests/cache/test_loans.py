@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from .filling import append, entries
-from .writers import WritableCache, plain, transposed, writer
+from .writers import MORE, WritableCache, plain, transposed, writer
 
 L, H, D, PS = 2, 2, 32, 32
 
@@ -12,7 +12,7 @@ L, H, D, PS = 2, 2, 32, 32
 @pytest.fixture(params=[(plain, plain), (transposed, plain)], ids=["plain", "transposed"])
 def cache(request):
     """A cache whose pages are full of what somebody left there: if attention read it, every sum would be NaN."""
-    storage = torch.full((80, 2 * PS * D), torch.nan)
+    storage = torch.full((80, PS * (2 * D + 1)), torch.nan)
     return WritableCache(
         storage,
         num_layers=L,
@@ -20,6 +20,7 @@ def cache(request):
         page_size=PS,
         max_requests=6,
         write=writer(PS, *request.param),
+        more=MORE,
     )
 
 
@@ -35,11 +36,13 @@ def read(cache, tokens, kept=()):
 
 
 def shared_entries(cache, number):
-    """Keys and values of all rows of a shared entry, with what lies behind them in partial pages."""
+    """All rows of a shared entry as of `entries`, with what lies behind them in partial pages."""
     entry, found = cache.loans[number], []
     for row, count in enumerate((entry.full + (entry.rest > 0)).tolist()):
         places = cache.rows.places(entry.table, torch.full((count * PS,), row), torch.arange(count * PS))
-        found.append(torch.stack([part.read(cache.storage, *places) for part in cache.format.parts]))
+        found.append(
+            torch.cat([cache.memory.read(f.name, *places) for f in cache.memory.layout.fields], 1)[None]
+        )
     return found
 
 
@@ -61,13 +64,7 @@ def test_the_checksum_of_a_shared_entry_tells_whether_anybody_wrote_to_it(cache)
     checksum = loans.checksum(7)
     append(cache, cache.open([(7, None)]), 40)
     assert loans.checksum(7) == checksum
-    page = loans[7].pages[-1]
-    for element in (0, -1):
-        cache.storage[page, element] += 1
-        assert loans.checksum(7) != checksum
-        cache.storage[page, element] -= 1
-    first, second = loans[7].pages[:2].tolist()
-    cache.storage[[first, second]] = cache.storage[[second, first]]
+    cache.memory.asides[0][loans[7].pages[-1], 0] += 1
     assert loans.checksum(7) != checksum
     with pytest.raises(ValueError, match="there is no shared entry 8"):
         loans.checksum(8)
@@ -87,8 +84,8 @@ def test_a_borrower_has_what_was_kept_and_takes_partial_pages_only(cache):
         assert all(torch.equal(*pair) for pair in zip(before, entries(cache, slot), strict=True))
     for old, new in zip(before, shared_entries(cache, 7), strict=True):
         assert torch.equal(old, new[:, : old.shape[1]])
-        assert not new[:, old.shape[1] :].any(), "nothing is left of what was evicted"
-    keys, _ = cache.gather(donor, 0, torch.tensor([1]), torch.tensor([70]))
+        assert not new[:, old.shape[1] :, : 2 * D + 1].any(), "nothing is left of what was evicted"
+    keys, *_ = cache.gather(donor, 0, torch.tensor([1]), torch.tensor([70]))
     assert keys.any(), "the donor's own page has old entries behind its last one, so the copy must be cleared"
     cache.verify()
 

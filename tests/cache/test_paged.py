@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_kvevict.cache import PageMemory
+from vllm_kvevict.kernels.layout import KVLayout
+
 from .filling import append, entries
 from .writers import Payload, WritableCache, writer
 
@@ -43,8 +46,7 @@ def tail(cache, slot, layer, head):
     n = int(cache.lengths.of(slot)[layer, head])
     page = cache.tables.region(slot)[layer * H + head, (n - 1) // PS]
     unused = torch.arange(n % PS or PS, PS)
-    keys = cache.format.keys.read(cache.storage, page.expand(unused.numel()), unused)
-    return torch.cat([keys, cache.format.values.read(cache.storage, page.expand(unused.numel()), unused)])
+    return torch.cat([cache.memory.read(name, page.expand(len(unused)), unused) for name in ("key", "value")])
 
 
 @pytest.mark.parametrize("tokens", [[1, 1, 1], [5, 1, 40]])
@@ -142,7 +144,7 @@ def test_refuses_wrong_requests():
         with pytest.raises(ValueError, match="cannot keep"):
             cache.compact(slot, 0, kept)
     with pytest.raises(ValueError, match="11 entries were asked of heads of which one holds 10"):
-        cache.read_keys(slot, 0, 11)
+        cache.read("key", slot, 0, 11)
     cache.verify()
 
 
@@ -156,9 +158,9 @@ def test_refuses_wrong_requests():
     ],
 )
 def test_refuses_other_pages_and_storage(storage, page_size, refused):
-    sizes = {"num_layers": 1, "num_kv_heads": 1, "page_size": page_size, "max_requests": 1}
+    layout = KVLayout.of_heads(page_size, 1, 1, 1, "float32")
     with pytest.raises(ValueError, match=refused):
-        WritableCache(storage, **sizes, write=writer(32))
+        PageMemory(storage, layout, {}, writer(32))
 
 
 def test_verify_notices_damage():
@@ -221,7 +223,7 @@ def test_storing_what_stays_frees_as_much_as_filling_and_compacting(tokens):
                 assert (
                     cache.lengths.shortest(slot, layer) == tokens and cache.num_free == cache.pool.fewest_free
                 )
-                freed.append(cache.store(slot, layer, keys, values, kept[layer]))
+                freed.append(cache.store(slot, layer, {"key": keys, "value": values}, kept[layer]))
             else:
                 places, _ = cache.fill(slot, layer, tokens)
                 cache.write(keys.flatten(0, 1), values.flatten(0, 1), places)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from vllm_kvevict.cache import reading
+from vllm_kvevict.cache.format import Part
 
 from .writers import WritableCache, dim_pairs, plain, token_pairs, transposed, writer
 
@@ -46,7 +47,7 @@ def expected(cache, slot, counts):
 
 def differ(cache, slot, counts):
     """Whether what is read differs from that."""
-    found = cache.read_last_keys(slot, 1, np.array(counts, np.int64))
+    found = cache.read_last("key", slot, 1, np.array(counts, np.int64))
     return not torch.equal(found, expected(cache, slot, counts))
 
 
@@ -64,18 +65,18 @@ def test_each_row_ends_with_its_last_entry(cache, lengths, counts):
 def test_equal_rows_are_read_page_by_page(cache, monkeypatch):
     """And what is found by places is the same."""
     slot = read(cache)
-    monkeypatch.setattr(cache.format.parts[0].__class__, "read", lambda *arguments: pytest.fail("by places"))
+    monkeypatch.setattr(Part, "read", lambda *arguments: pytest.fail("by places"))
     monkeypatch.setattr(reading, "read_columns", lambda *arguments: arguments[3:])
-    assert cache.read_last_keys(slot, 1, np.array([45] * H)) == (65, 110)
+    assert cache.read_last("key", slot, 1, np.array([45] * H)) == (65, 110)
     with pytest.raises(pytest.fail.Exception, match="by places"):
-        cache.read_last_keys(slot, 1, np.array([45, 45, 44]))
+        cache.read_last("key", slot, 1, np.array([45, 45, 44]))
 
 
 @pytest.mark.parametrize("counts", [[111, 1, 1], [1, 1, 34], [-1, 1, 1], [1, 1], [[1, 1, 1]]])
 def test_what_rows_do_not_hold_is_refused(cache, counts):
     slot = read(cache, [110, 110, 33])
     with pytest.raises(ValueError, match=r"were asked of rows that hold \[110, 110, 33\]"):
-        cache.read_last_keys(slot, 1, np.array(counts, np.int64))
+        cache.read_last("key", slot, 1, np.array(counts, np.int64))
 
 
 def test_other_entries_are_noticed(cache, monkeypatch):
@@ -90,9 +91,7 @@ def test_other_entries_are_noticed(cache, monkeypatch):
 def behind(cache, slot, first, counts):
     """What is read of layer 1 from some entries on, [2, H, most, D], and the same one by one."""
     first, counts = np.array(first, np.int64), np.array(counts, np.int64)
-    found = torch.stack(
-        [read(slot, 1, first, counts) for read in (cache.read_keys_behind, cache.read_values_behind)]
-    )
+    found = torch.stack([cache.read_behind(name, slot, 1, first, counts) for name in ("key", "value")])
     wanted = torch.zeros_like(found)
     for head, (start, count) in enumerate(zip(first.tolist(), counts.tolist(), strict=True)):
         entries = torch.arange(start, start + count)
@@ -117,6 +116,6 @@ def test_entries_behind_others(cache, first, counts):
 )
 def test_entries_that_rows_do_not_hold_are_refused(cache, first, counts):
     slot = read(cache, [33, 110, 70])
-    for reads in (cache.read_keys_behind, cache.read_values_behind):
+    for name in ("key", "value"):
         with pytest.raises(ValueError, match=r"were asked of rows that hold \[33, 110, 70\]"):
-            reads(slot, 1, np.array(first, np.int64), np.array(counts, np.int64))
+            cache.read_behind(name, slot, 1, np.array(first, np.int64), np.array(counts, np.int64))

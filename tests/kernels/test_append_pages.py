@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cache.writers import plain, writer
-from vllm_kvevict.cache.paged import PagedKVCache
+from tests.cache.writers import WritableCache, plain, writer
 from vllm_kvevict.kernels.append_pages import append_pages, reference
 
 
@@ -55,7 +54,7 @@ def test_the_cache_gives_the_same_pages_without_it(device):
     for triton in (False, True):
         storage = torch.ones(150, 2 * 32 * 4, device=device)
         sizes = {"num_layers": 2, "num_kv_heads": 3, "page_size": 32, "max_requests": 4}
-        caches.append(PagedKVCache(storage, **sizes, write=writer(32, plain, plain), triton=triton))
+        caches.append(WritableCache(storage, **sizes, write=writer(32, plain, plain), triton=triton))
         slots = [caches[-1].open() for _ in range(3)]
         caches[-1].extend(slots, [64, 33, 95])
         for layer, counts in enumerate([(32, 1, 64), (31, 64, 5)]):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cache.writers import plain, writer
-from vllm_kvevict.cache import PagedKVCache
+from tests.cache.writers import WritableCache, plain, writer
 from vllm_kvevict.kernels.compact_rows import compact_rows, reference
+from vllm_kvevict.kernels.layout import Field
 
 
 def _arguments(
@@ -95,20 +95,26 @@ def test_pages_that_lie_apart_are_refused(device):
 def test_the_cache_keeps_the_same_without_it(first, device):
     caches, random = [], torch.Generator().manual_seed(0)
     content = torch.randn(50, 2 * 32 * 8, generator=random).to(device)
+    aside = Field("score", 3, "float16", aside=True)
+    scores = torch.randn(50, 32 * 3, generator=random).to(device, torch.float16)
     stay = [0] * 6 if first is None else first
     kept = [_subset(100 - n, (100 - n) // 3, n).to(device) for n in stay]
     for triton in (False, True):
         sizes = {"num_layers": 2, "num_kv_heads": 3, "page_size": 32, "max_requests": 1}
-        caches.append(PagedKVCache(content.clone(), **sizes, write=writer(32, plain, plain), triton=triton))
+        write = writer(32, plain, plain)
+        caches.append(WritableCache(content.clone(), **sizes, write=write, triton=triton, more=[aside]))
         slot = caches[-1].open()
         caches[-1].extend([slot], [100])
         caches[-1].storage.copy_(content)
+        caches[-1].memory.asides[0].copy_(scores)
         caches[-1].compact(slot, 0, kept, None if first is None else np.array(first))
         caches[-1].verify()
     without, mine = caches
     assert torch.equal(mine.tables.arena, without.tables.arena)
     assert torch.equal(mine.tables.kv_len, without.tables.kv_len)
     assert torch.equal(mine.storage, without.storage) and not torch.equal(mine.storage, content)
+    (moved,), (expected,) = mine.memory.asides, without.memory.asides
+    assert torch.equal(moved, expected) and not torch.equal(moved, scores)
 
 
 def launches() -> Iterator[Callable[[], object]]:

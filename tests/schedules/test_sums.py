@@ -42,7 +42,8 @@ class Keys:
     def __init__(self, keys: Tensor):
         self.keys = keys
 
-    def read_keys(self, slot: int, layer: int, stop: int, first: int = 0) -> Tensor:
+    def read(self, name: str, slot: int, layer: int, stop: int, first: int = 0) -> Tensor:
+        assert name == "key"
         return self.keys[layer, :, first:stop]
 
 

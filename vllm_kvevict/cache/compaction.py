@@ -85,12 +85,14 @@ def _move(
         from vllm_kvevict.kernels.compact_rows import compact_rows
 
         starts = pad(counts.cumsum(0), (1, 0))
-        compact_rows(rows.storage, rows.page_size, table, entries, starts, stay)
+        compact_rows(rows.memory.storage, rows.page_size, table, entries, starts, stay)
+        for aside in rows.memory.asides:
+            compact_rows(aside, rows.page_size, table, entries, starts, stay, parts=1)
     else:
         row, entry = rows.first_entries(counts, len(entries))
         if stay is not None:
             entries, entry = entries + stay[row], entry + stay[row]
-        rows.format.move(rows.storage, rows.places(table, row, entries), rows.places(table, row, entry))
+        rows.memory.move(rows.places(table, row, entries), rows.places(table, row, entry))
     before, stop = rows.pages_for(after), rows.pages_for(rows.lengths.of(request_slot).ravel()[span])
     if (before < stop).any():
         rows.pool.free(pages_between(table, before, stop))
@@ -118,6 +120,6 @@ def _copy(
     given = pages_between(table, np.maximum(borrowed, whole), stop)
     table[row_of_page, column + to_device(whole, rows.device)[row_of_page]] = taken
     entry += to_device(copied, rows.device)[row]
-    rows.format.move(rows.storage, source, rows.places(table, row, entry))
+    rows.memory.move(source, rows.places(table, row, entry))
     rows.pool.free(given)
     loans.shorten(request_slot, span, np.minimum(borrowed, whole))

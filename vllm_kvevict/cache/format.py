@@ -1,20 +1,23 @@
-"""Which bytes of a page belong to which entry: a page consists of parts, its keys and its values.
+"""The memory of a pool of pages, and which bytes of it belong to which entry.
 
-Owns the byte order. A kernel may store a page as it likes (keys transposed, pairs of values interleaved for matrix
-instructions), as long as the place of (token, dim) in a part is a sum over the mixed-radix digits of token and dim.
-Then a part is a strided view, and reading needs no kernel. Parts fill a page and do not overlap. Whatever moves an
-entry copies its bytes and decodes nothing. Apart from kernels, nobody else computes with the size of a page.
+Owns the memory and its byte order; :mod:`vllm_kvevict.kernels.layout` says what an entry consists of. A kernel may
+store a page as it likes (keys transposed, pairs of values interleaved for matrix instructions), as long as the place of
+(token, dim) in a field is a sum over the mixed-radix digits of token and dim. Then a field is a strided view, and
+reading needs no kernel. Fields fill a page and do not overlap. Whatever moves an entry copies its bytes and decodes
+nothing.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``write(storage, keys [N, D], values [N, D], entry_slots int64 [N])`` stores entry i in page
-entry_slots[i] // page_size, at its place entry_slots[i] % page_size."""
+from vllm_kvevict.kernels.layout import Field, KVLayout
+
+Write = Callable[..., None]
+"""``write(storage, *entries, entry_slots int64 [N])`` stores entry i in page entry_slots[i] // page_size, at its place
+entry_slots[i] % page_size. Entries are those of each field of a page, keys and values say, [N, numbers]."""
 
 Places = tuple[torch.Tensor, torch.Tensor]
 """Entries of a storage: int64 [N], their pages; int64 [N], their places in these."""
@@ -29,23 +32,24 @@ PROBE_BITS = 3
 """Of a number that the probe writes at once: whole numbers up to 7 are exact in all formats, 8-bit floats included."""
 
 
-def page_elements(page_size: int, head_dim: int) -> int:
-    """Numbers in a page: keys and values of ``page_size`` entries."""
-    return 2 * page_size * head_dim
-
-
-def head_dim_of(storage: torch.Tensor, page_size: int) -> int:
-    """Numbers in a key, or in a value, of a storage [num_pages, page_elements]."""
-    return storage.shape[1] // (2 * page_size)
+def dtype_of(field: Field) -> torch.dtype:
+    """The type of a field's numbers."""
+    dtype: torch.dtype = getattr(torch, field.dtype)
+    return dtype
 
 
 @dataclass(frozen=True)
 class Part:
-    """Place of an entry's numbers in a page: a start, and a stride for each digit of token and dim, in elements."""
+    """Place of a field's numbers in a page: a start, and a stride for each digit of token and dim, in such numbers."""
 
     start: int
     token: Digits
     dim: Digits
+
+    @classmethod
+    def in_rows(cls, start: int, page_size: int, numbers: int) -> "Part":
+        """[page_size, numbers], the numbers of an entry side by side."""
+        return cls(start, ((page_size, numbers),), ((numbers, 1),))
 
     def view(self, storage: torch.Tensor) -> torch.Tensor:
         """View of ``storage`` as [num_pages, *token digits, *dim digits]."""
@@ -95,79 +99,117 @@ class Part:
         return storage.view(INTEGERS[wide * item]), part
 
 
-@dataclass(frozen=True)
-class PageFormat:
-    """The parts of a page. Methods take a storage, [num_pages, page_elements], contiguous.
+class PageMemory:
+    """Pages, and what lies aside of their entries. Behind a row's entries pages may be read, and what is aside is not.
+
+    Args:
+        storage: [num_pages, page_elements], contiguous; bytes where fields of a page differ in their types.
+        layout: of its entries.
+        parts: where in a page its fields are, by their names.
+        write: stores entries into the storage.
 
     Attributes:
-        page_size: entries of a page.
-        parts: they fill the page and do not overlap.
+        parts: of all fields, those aside among them.
+        asides: the tensors that lie aside, [num_pages, page_size * numbers].
+
+    Raises:
+        ValueError: a size is not possible.
     """
 
-    page_size: int
-    parts: tuple[Part, ...]
+    def __init__(
+        self, storage: torch.Tensor, layout: KVLayout, parts: Mapping[str, Part], write: Write
+    ) -> None:
+        size = layout.page_size
+        if size < 16 or size % 16:
+            raise ValueError(f"page_size must be a multiple of 16, got {size}")
+        if storage.dim() != 2 or storage[0].nbytes != layout.page_bytes or not storage.is_contiguous():
+            raise ValueError(
+                f"storage must be contiguous, in pages of {layout.page_bytes} bytes, got {list(storage.shape)} of "
+                f"{storage.dtype}"
+            )
+        self.storage, self.layout, self._write = storage, layout, write
+        self._tensors = {field.name: storage.view(dtype_of(field)) for field in layout.in_page}
+        self.parts = dict(parts)
+        self.asides = []
+        for field in layout.aside:
+            shape, dtype = (len(storage), size * field.numbers), dtype_of(field)
+            self.asides.append(torch.zeros(shape, dtype=dtype, device=storage.device))
+            self._tensors[field.name] = self.asides[-1]
+            self.parts[field.name] = Part.in_rows(0, size, field.numbers)
 
     @classmethod
-    def probe(
-        cls, write: Write, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
-    ) -> "PageFormat":
-        """Find the format that ``write`` produces by writing numbered entries into two scratch pages.
+    def probe(cls, storage: torch.Tensor, layout: KVLayout, write: Write) -> "PageMemory":
+        """Memory in the order that ``write`` produces, which numbered entries in two scratch pages show.
+
+        All fields of a page have the type of the storage.
 
         Raises:
-            RuntimeError: ``write`` does not store each number exactly once, mixes keys with values, or its
-                order is not a sum over digits.
+            RuntimeError: ``write`` does not store each number exactly once, mixes fields, or its order is not a sum
+                over digits.
+            ValueError: a size is not possible.
         """
-        size = page_elements(page_size, head_dim)
-        numbers = torch.arange(size, device=device).view(2, page_size, head_dim)
-        entry_slots = torch.arange(2 * page_size, device=device)
-        found = torch.zeros(size, dtype=torch.int64, device=device)
+        size, device, fields = layout.page_elements, storage.device, layout.in_page
+        ends = torch.tensor([layout.page_size * field.numbers for field in fields]).cumsum(0).tolist()
+        numbers = torch.arange(size, device=device)
+        entry_slots = torch.arange(2 * layout.page_size, device=device)
+        found = torch.zeros_like(numbers)
         for shift in range(0, (size - 1).bit_length(), PROBE_BITS):
-            digit = (numbers >> shift & (1 << PROBE_BITS) - 1).to(dtype)
-            scratch = torch.full((2, size), -1.0, device=device).to(dtype)
-            write(scratch, digit[0].repeat(2, 1), digit[1].repeat(2, 1), entry_slots)
+            digits = (numbers >> shift & (1 << PROBE_BITS) - 1).to(storage.dtype).tensor_split(ends[:-1])
+            entries = [digit.view(layout.page_size, -1).repeat(2, 1) for digit in digits]
+            scratch = torch.full((2, size), -1.0, device=device).to(storage.dtype)
+            write(scratch, *entries, entry_slots)
             first, second = scratch.to(torch.int64)
             if not torch.equal(first, second):
                 raise RuntimeError("cannot read the KV pages: the writer orders one page unlike another")
             found += first << shift
         place = found.argsort()
-        if not torch.equal(found[place], numbers.flatten()):
+        if not torch.equal(found[place], numbers):
             raise RuntimeError("cannot read the KV pages: the writer does not store each element once")
-        key_place, value_place = place.view(2, page_size, head_dim).cpu()
-        if int(key_place.max()) >= size // 2:
-            raise RuntimeError("cannot read the KV pages: the writer mixes keys with values")
-        return cls(page_size, (_part(key_place, "key"), _part(value_place, "value")))
-
-    @property
-    def keys(self) -> Part:
-        """Where the keys are."""
-        return self.parts[0]
-
-    @property
-    def values(self) -> Part:
-        """Where the values are."""
-        return self.parts[1]
+        places = place.cpu().tensor_split(ends[:-1])
+        if any(int(part.max()) >= end for part, end in zip(places, ends, strict=True)):
+            raise RuntimeError("cannot read the KV pages: the writer mixes the fields of entries")
+        named = zip(fields, places, strict=True)
+        parts = {field.name: _part(part.view(-1, field.numbers), field.name) for field, part in named}
+        return cls(storage, layout, parts, write)
 
     @property
     def keys_are_transposed(self) -> bool:
         """Whether a page is its keys, transposed, [head_dim, page_size], then its values, [page_size, head_dim]."""
-        size, head_dim = self.page_size, math.prod(count for count, _ in self.keys.dim)
-        return self.parts == (
-            Part(0, ((size, 1),), ((head_dim, size),)),
-            Part(size * head_dim, ((size, head_dim),), ((head_dim, 1),)),
+        size, head_dim = self.layout.page_size, self.layout["key"].numbers
+        keys = Part(0, ((size, 1),), ((head_dim, size),))
+        return self.parts["key"] == keys and self.parts["value"] == Part.in_rows(
+            size * head_dim, size, head_dim
         )
 
-    def move(self, storage: torch.Tensor, source: Places, to: Places) -> None:
-        """Copy the bytes of entries to other places; all of a part are read before any is written."""
-        for part in self.parts:
-            part.move(storage, source, to)
+    def read(self, name: str, pages: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """A field of entries ``tokens`` of ``pages`` (integers that broadcast to a shape S), [*S, numbers]."""
+        return self.parts[name].read(self._tensors[name], pages, tokens)
 
-    def blank_pages(self, storage: torch.Tensor, pages: torch.Tensor) -> None:
+    def write(self, entries: Mapping[str, torch.Tensor], entry_slots: torch.Tensor) -> None:
+        """Store entries, by the names of their fields, [N, numbers] each; slots as of :data:`Write`."""
+        self._write(self.storage, *(entries[field.name] for field in self.layout.in_page), entry_slots)
+        for field, aside in zip(self.layout.aside, self.asides, strict=True):
+            aside.view(-1, field.numbers).index_copy_(0, entry_slots, entries[field.name])
+
+    def move(self, source: Places, to: Places) -> None:
+        """Copy the bytes of entries to other places; all of a field are read before any is written."""
+        for name, part in self.parts.items():
+            part.move(self._tensors[name], source, to)
+
+    def move_pages(self, source: torch.Tensor, to: torch.Tensor) -> None:
+        """Copy whole pages, int64 [N], to others."""
+        for tensor in (self.storage, *self.asides):
+            tensor[to] = tensor[source]
+
+    def blank_pages(self, pages: torch.Tensor) -> None:
         """Set whole pages, integers [N], to zero: behind entries attention reads, and inf or NaN would spoil it."""
-        storage.view(INTEGERS[storage.element_size()]).index_fill_(0, pages.to(torch.int64), 0)
+        integers = self.storage.view(INTEGERS[self.storage.element_size()])
+        integers.index_fill_(0, pages.to(torch.int64), 0)
 
-    def checksum(self, storage: torch.Tensor, pages: torch.Tensor) -> int:
-        """A number that changes when anything in pages, integers [N], does (waits for the device)."""
-        words = storage[pages.to(torch.int64)].flatten().view(torch.int64)
+    def checksum(self, pages: torch.Tensor) -> int:
+        """A number that changes when anything in pages, integers [N], or aside of them does (waits for the device)."""
+        tensors, which = (self.storage, *self.asides), pages.to(torch.int64)
+        words = torch.cat([tensor[which].flatten().view(torch.int64) for tensor in tensors])
         # By odd numbers, since products lose their highest bits: those of even ones would hide some changes.
         weights = 2 * torch.arange(words.numel(), device=words.device) + 1
         return int(words.mul_(weights).sum())
@@ -194,7 +236,7 @@ def _digits(places: list[int]) -> Digits:
             size += 1
         digits.append((size, stride))
         places = places[::size]
-    return tuple(reversed(digits))
+    return tuple(reversed(digits)) or ((1, 1),)
 
 
 def _offsets(digits: Digits) -> torch.Tensor:

@@ -45,7 +45,7 @@ def append(
 
         taken, first = rows.pool.allocate(count), to_device(pages.cumsum() - pages, rows.device)
         arguments = tables.arena, tables.row_starts, tables.kv_len, request_slots, taken, first
-        append_pages(*arguments, size, rows.storage)
+        append_pages(*arguments, size, rows.memory.storage)
         return
     before = tables.kv_len.index_select(0, request_slots)
     kv_len = before + tokens
@@ -62,7 +62,7 @@ def append(
             taken = tables.pages_at(
                 (starts + new[..., 0] - 1).flatten()[true_places(kv_len % size > 0, ending)]
             )
-        rows.format.blank_pages(rows.storage, taken)
+        rows.memory.blank_pages(taken)
     tables.kv_len.index_copy_(0, request_slots, kv_len)
 
 
@@ -81,7 +81,7 @@ def fill(rows: RowTables, request_slot: int, empty: slice, tokens: int) -> tuple
     pages = rows.pool.allocate_stretch(heads * columns).view(heads, -1)
     rows.tables.region(request_slot)[empty, :columns] = pages
     if tokens % size:
-        rows.format.blank_pages(rows.storage, pages[:, -1])
+        rows.memory.blank_pages(pages[:, -1])
     _set_lengths(rows, request_slot, empty, np.full(heads, tokens))
     entry = torch.arange(tokens, device=rows.device)
     places = pages.to(torch.int64)[:, entry // size].mul_(size).add_(entry % size)

@@ -329,7 +329,7 @@ class Loans:
 
     def checksum(self, number: int) -> int:
         """A number that changes when anything in a shared entry's pages does (waits for the device)."""
-        return self.rows.format.checksum(self.rows.storage, self[number].pages)
+        return self.rows.memory.checksum(self[number].pages)
 
     def relocate(self, moved: torch.Tensor) -> None:
         """Page i is at moved[i] (int32 [num_pages]) now."""
@@ -350,7 +350,7 @@ class Loans:
         places = (starts - (counts.cumsum(0) - counts)).repeat_interleave(counts)
         owned = self.rows.tables.pages_at(places + torch.arange(places.numel(), device=self.rows.device))
         shared = [entry.pages for entry in self._entries.values()]
-        return torch.bincount(torch.cat([owned, *shared]), minlength=len(self.rows.storage))
+        return torch.bincount(torch.cat([owned, *shared]), minlength=len(self.rows.memory.storage))
 
     def verify(self) -> None:
         """Raise RuntimeError unless borrowers' tables begin with pages of shared entries, which know them (waits)."""
@@ -394,7 +394,7 @@ class Loans:
         row, column, stored = to_device(np.stack([partial, full[partial], rest[partial]]), rows.device)
         # One page of each row, so none is the neighbour of another.
         source, copies = table[row, column].to(torch.int64), rows.pool.allocate(partial.size)
-        rows.format.blank_pages(rows.storage, copies)
+        rows.memory.blank_pages(copies)
         which, entry = rows.first_entries(stored, int(rest.sum()))
-        rows.format.move(rows.storage, (source[which], entry), (copies.to(torch.int64)[which], entry))
+        rows.memory.move((source[which], entry), (copies.to(torch.int64)[which], entry))
         table[row, column] = copies

@@ -4,14 +4,14 @@ Owns the request slots, and checks what it is asked for. A row has exactly ceil(
 borrows among them, and host and device agree on every kv_len.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from vllm_kvevict.cache import growth
 from vllm_kvevict.cache.compaction import compact
-from vllm_kvevict.cache.format import PageFormat, Part, Write, head_dim_of, page_elements
+from vllm_kvevict.cache.format import PageMemory
 from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.loans import Loan, Loans
 from vllm_kvevict.cache.pool import PagePool
@@ -22,7 +22,7 @@ from vllm_kvevict.cache.tables import PageTables
 
 
 class PagedKVCache:
-    """Keys and values of all requests, in pages over memory that somebody else allocated.
+    """The entries of all requests, in pages over memory that somebody else allocated.
 
     A page holds ``page_size`` entries of one KV head of one layer. Rows are equally long until the first
     :meth:`compact`; every token adds one entry to each row of its request.
@@ -30,53 +30,33 @@ class PagedKVCache:
     Nothing here waits for the device, except :meth:`verify` and :meth:`remove_pages`.
 
     Args:
-        storage: [num_pages, page_elements], contiguous, as of :mod:`vllm_kvevict.cache.format`.
-        num_layers, num_kv_heads: of this rank.
-        page_size: entries per page, a multiple of 16.
+        memory: the pages; its layout says how many rows a layer has.
+        num_layers: of this rank.
         max_requests: how many requests may be open at once.
-        write: stores entries into the storage, see :data:`vllm_kvevict.cache.format.Write`.
         triton: whether Triton's kernels serve decode steps and compactions; they need a GPU, or Triton's interpreter,
             and pages whose keys and values are [page_size, head_dim] each.
-        is_empty: whether no page of the storage may be used before :meth:`add_pages`.
-
-    Raises:
-        ValueError: a size is not possible.
-        RuntimeError: the order in which ``write`` stores a page cannot be read back.
+        is_empty: whether no page may be used before :meth:`add_pages`.
     """
 
     def __init__(
         self,
-        storage: torch.Tensor,
+        memory: PageMemory,
         *,
         num_layers: int,
-        num_kv_heads: int,
-        page_size: int,
         max_requests: int,
-        write: Write,
         triton: bool = False,
         is_empty: bool = False,
     ) -> None:
-        if page_size < 16 or page_size % 16:
-            raise ValueError(f"page_size must be a multiple of 16, got {page_size}")
-        if (
-            storage.dim() != 2
-            or storage.shape[1] % page_elements(page_size, 1)
-            or not storage.is_contiguous()
-        ):
-            raise ValueError(
-                "storage must be contiguous and [num_pages, 2 * page_size * head_dim], got "
-                f"{list(storage.shape)} for page_size {page_size}"
-            )
-        self.storage, self.device = storage, storage.device
-        self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
-        self.page_size, self.head_dim = page_size, head_dim_of(storage, page_size)
-        self.format = PageFormat.probe(write, page_size, self.head_dim, storage.dtype, self.device)
-        self.pool = PagePool(storage.shape[0], self.device, is_empty)
-        self.tables = PageTables(max_requests, num_layers * num_kv_heads, self.device)
-        self.lengths = RowLengths(max_requests, num_layers, num_kv_heads, page_size)
-        self.rows = RowTables(storage, self.format, self.pool, self.tables, self.lengths)
+        layout, storage = memory.layout, memory.storage
+        self.memory, self.storage, self.device = memory, storage, storage.device
+        self.num_layers, self.num_kv_heads = num_layers, layout.rows
+        self.page_size, self.head_dim = layout.page_size, layout["key"].numbers
+        self.pool = PagePool(len(storage), self.device, is_empty)
+        self.tables = PageTables(max_requests, num_layers * layout.rows, self.device)
+        self.lengths = RowLengths(max_requests, num_layers, layout.rows, layout.page_size)
+        self.rows = RowTables(memory, self.pool, self.tables, self.lengths)
         self.loans = Loans(self.rows)
-        self.uses_triton, self._write = triton, write
+        self.uses_triton = triton
         self._closed = list(range(max_requests - 1, -1, -1))
         self._is_open = np.zeros(max_requests, bool)
 
@@ -99,7 +79,7 @@ class PagedKVCache:
             raise RuntimeError(f"{pages.numel()} pages cannot be removed from the page pool: {free} are free")
         self.pool.remove(pages[self.pool.owners[pages] == 0])
         to = self.pool.allocate_stretch(held.numel()).to(torch.int64)
-        self.storage[to] = self.storage[held]
+        self.memory.move_pages(held, to)
         moved = torch.arange(self.storage.shape[0], dtype=torch.int32, device=self.device)
         moved[held] = to.to(torch.int32)
         self.tables.arena.copy_(moved[self.tables.arena])
@@ -190,19 +170,18 @@ class PagedKVCache:
         self,
         request_slot: int,
         layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        entries: Mapping[str, torch.Tensor],
         kept: Sequence[torch.Tensor],
     ) -> int:
         """Instead of :meth:`compact`: store what stays of the tokens that a layer expects.
 
         Args:
-            keys, values: of all of them, [T, H, head_dim].
+            entries: of all of them, by the names of their fields, [T, H, numbers] each.
             kept: as there; returns and raises as there: the pages are those that the others would have taken.
         """
         chosen = growth.fill_chosen(self.rows, request_slot, self._of_layer(layer), kept)
-        at = chosen.token, chosen.row
-        self._write(self.storage, keys[at], values[at], chosen.place)
+        stored = {name: numbers[chosen.token, chosen.row] for name, numbers in entries.items()}
+        self.memory.write(stored, chosen.place)
         return chosen.spared
 
     def seq_lens(self, request_slots: torch.Tensor) -> torch.Tensor:
@@ -227,49 +206,30 @@ class PagedKVCache:
         """
         return growth.entry_slots(self.rows, step, self.num_layers, self.num_kv_heads)
 
-    def read_keys(self, request_slot: int, layer: int, n: int, first: int = 0) -> torch.Tensor:
-        """The first ``n`` keys of each head without those before ``first``, [H, n - first, head_dim].
+    def read(self, name: str, request_slot: int, layer: int, n: int, first: int = 0) -> torch.Tensor:
+        """A field of the first ``n`` entries of each head without those before ``first``, [H, n - first, numbers].
 
         Raises ValueError if a head holds fewer.
         """
-        return self._read(self.format.keys, request_slot, layer, n, first)
+        if n > (shortest := self.lengths.shortest(request_slot, layer)):
+            raise ValueError(f"{n} entries were asked of heads of which one holds {shortest}")
+        return read_columns(self.rows, name, self.table(request_slot, layer), first, n)
 
-    def read_values(self, request_slot: int, layer: int, n: int) -> torch.Tensor:
-        """The first ``n`` values of each head, [H, n, head_dim]. Raises ValueError if a head holds fewer."""
-        return self._read(self.format.values, request_slot, layer, n, 0)
+    def read_last(self, name: str, request_slot: int, layer: int, counts: IntArray) -> torch.Tensor:
+        """A field of each head's last counts[h] entries, int64 [H], [H, max(counts), numbers], right-aligned.
 
-    def read_last_keys(self, request_slot: int, layer: int, counts: IntArray) -> torch.Tensor:
-        """Each head's last counts[h] keys, int64 [H], as [H, max(counts), head_dim]: right-aligned, zeros before them.
-
-        Raises ValueError if a head holds fewer, or there is not one count for each.
+        What is before them is zero. Raises ValueError if a head holds fewer, or there is not one count for each.
         """
-        return read_last(self.rows, self.format.keys, request_slot, self._of_layer(layer), counts)
+        return read_last(self.rows, name, request_slot, self._of_layer(layer), counts)
 
-    def read_keys_behind(
-        self, request_slot: int, layer: int, first: IntArray, counts: IntArray
+    def read_behind(
+        self, name: str, request_slot: int, layer: int, first: IntArray, counts: IntArray
     ) -> torch.Tensor:
-        """counts[h] keys of each head from entry first[h] on, both int64 [H], as [H, max(counts), head_dim].
+        """A field of counts[h] entries of each head from entry first[h] on, int64 [H], [H, max(counts), numbers].
 
         What is behind a head's is arbitrary. Raises ValueError if a head holds fewer.
         """
-        return read_behind(self.rows, self.format.keys, request_slot, self._of_layer(layer), first, counts)
-
-    def read_values_behind(
-        self, request_slot: int, layer: int, first: IntArray, counts: IntArray
-    ) -> torch.Tensor:
-        """The same of values."""
-        return read_behind(self.rows, self.format.values, request_slot, self._of_layer(layer), first, counts)
-
-    def gather(
-        self, request_slot: int, layer: int, heads: torch.Tensor, entries: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, each [N, head_dim], of the given entries of the given heads, both int64 [N].
-
-        Entries must lie below the kv_len of their head; this is not checked.
-        """
-        pages, tokens = self.rows.places(self.table(request_slot, layer), heads, entries)
-        keys = self.format.keys.read(self.storage, pages, tokens)
-        return keys, self.format.values.read(self.storage, pages, tokens)
+        return read_behind(self.rows, name, request_slot, self._of_layer(layer), first, counts)
 
     def compact(
         self, request_slot: int, layer: int, kept: Sequence[torch.Tensor], first: IntArray | None = None
@@ -336,7 +296,7 @@ class PagedKVCache:
         for layer in range(self.num_layers):
             entry = of_rows[self._of_layer(layer)].flatten()
             places = self.rows.places(self.table(source, layer), head, entry)
-            self.format.move(self.storage, places, self.rows.places(self.table(to, layer), head, first))
+            self.memory.move(places, self.rows.places(self.table(to, layer), head, first))
 
     def settle(self, request_slot: int) -> Settled:
         """After all layers of a request were compacted: shrink its page table and say what it holds."""
@@ -383,11 +343,6 @@ class PagedKVCache:
     def table(self, request_slot: int, layer: int) -> torch.Tensor:
         """A request's pages in one layer, int32 [H, columns]; behind a row's own pages it is arbitrary."""
         return self.tables.region(request_slot)[self._of_layer(layer)]
-
-    def _read(self, part: Part, request_slot: int, layer: int, n: int, first: int) -> torch.Tensor:
-        if n > (shortest := self.lengths.shortest(request_slot, layer)):
-            raise ValueError(f"{n} entries were asked of heads of which one holds {shortest}")
-        return read_columns(self.rows, part, self.table(request_slot, layer), first, n)
 
     def _of_layer(self, layer: int) -> slice:
         return slice(layer * self.num_kv_heads, (layer + 1) * self.num_kv_heads)

@@ -7,25 +7,24 @@ are read page by page, without a place for each of them.
 import numpy as np
 import torch
 
-from vllm_kvevict.cache.format import Part
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.cache.rows import RowTables
 from vllm_kvevict.cache.steps import to_device
 
 
-def read_columns(rows: RowTables, part: Part, table: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-    """Entries ``first`` to ``stop`` of each row of a page table, int32 [R, columns], as [R, stop - first, head_dim]."""
+def read_columns(rows: RowTables, name: str, table: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """A field of entries ``first`` to ``stop`` of each row of a table, int32 [R, columns]: [R, stop - first, n]."""
     size = rows.page_size
     skipped = first // size
     pages = table[:, skipped : -(-stop // size), None]
-    entries = part.read(rows.storage, pages, rows.in_page).flatten(1, 2)
+    entries = rows.memory.read(name, pages, rows.in_page).flatten(1, 2)
     return entries[:, first - skipped * size : stop - skipped * size]
 
 
 def read_behind(
-    rows: RowTables, part: Part, request_slot: int, span: slice, first: IntArray, counts: IntArray
+    rows: RowTables, name: str, request_slot: int, span: slice, first: IntArray, counts: IntArray
 ) -> torch.Tensor:
-    """counts[r] entries of each row r from entry first[r] on, both int64 [R], as [R, max(counts), head_dim].
+    """A field of counts[r] entries of each row r from entry first[r] on, both int64 [R], [R, max(counts), numbers].
 
     What is behind them is arbitrary. Raises ValueError if a row holds fewer.
     """
@@ -37,11 +36,11 @@ def read_behind(
     begin, last = to_device(np.stack([first, lengths - 1]), rows.device)[:, :, None]
     entry = torch.minimum(begin + torch.arange(int(counts.max()), device=rows.device), last)
     pages = table.gather(1, entry // rows.page_size)
-    return part.read(rows.storage, pages, entry % rows.page_size)
+    return rows.memory.read(name, pages, entry % rows.page_size)
 
 
-def read_last(rows: RowTables, part: Part, request_slot: int, span: slice, counts: IntArray) -> torch.Tensor:
-    """The last counts[r] entries, int64 [R], of some rows of a request, right-aligned, [R, max(counts), head_dim].
+def read_last(rows: RowTables, name: str, request_slot: int, span: slice, counts: IntArray) -> torch.Tensor:
+    """A field of the last counts[r] entries, int64 [R], of some rows, right-aligned, [R, max(counts), numbers].
 
     What is before them is zero. Raises ValueError if a row holds fewer, or there is not one count for each row.
     """
@@ -52,12 +51,12 @@ def read_last(rows: RowTables, part: Part, request_slot: int, span: slice, count
         )
     most = int(counts.max())
     if (counts == most).all() and (lengths == lengths[0]).all():
-        return read_columns(rows, part, table, int(lengths[0]) - most, int(lengths[0]))
+        return read_columns(rows, name, table, int(lengths[0]) - most, int(lengths[0]))
     # Where a row has none of them, its first place is read.
     begin = to_device(lengths - most, rows.device)[:, None]
     entry = (begin + torch.arange(most, device=rows.device)).clamp_(min=0)
     pages = table.gather(1, entry // rows.page_size)
-    entries = part.read(rows.storage, pages, entry % rows.page_size)
+    entries = rows.memory.read(name, pages, entry % rows.page_size)
     for row, missing in enumerate((most - counts).tolist()):
         entries[row, :missing].zero_()  # several times faster than with a mask
     return entries

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from vllm_kvevict.cache.format import PageFormat, Places
+from vllm_kvevict.cache.format import PageMemory, Places
 from vllm_kvevict.cache.lengths import IntArray, RowLengths
 from vllm_kvevict.cache.pool import PagePool
 from vllm_kvevict.cache.steps import to_device
@@ -26,13 +26,11 @@ class RowTables:
     """Memory and rows of one rank.
 
     Attributes:
-        storage: [num_pages, page_elements], contiguous.
-        format: of a page of it.
+        memory: the pages.
         pool, tables, lengths: free pages, page tables and kv_len; lengths are what the tables' kv_len is on the device.
     """
 
-    storage: torch.Tensor
-    format: PageFormat
+    memory: PageMemory
     pool: PagePool
     tables: PageTables
     lengths: RowLengths
@@ -40,12 +38,12 @@ class RowTables:
     @property
     def page_size(self) -> int:
         """Entries of a page."""
-        return self.format.page_size
+        return self.memory.layout.page_size
 
     @property
     def device(self) -> torch.device:
-        """Where storage and tables are."""
-        return self.storage.device
+        """Where pages and tables are."""
+        return self.memory.storage.device
 
     @cached_property
     def in_page(self) -> torch.Tensor:
@@ -76,7 +74,7 @@ class RowTables:
         column = np.arange(len(row)) - np.repeat(widths.cumsum() - widths, widths)
         taken = self.pool.allocate_stretch(len(row))
         ends_within = np.flatnonzero((column == (widths - 1)[row]) & (lengths % self.page_size > 0)[row])
-        self.format.blank_pages(self.storage, taken[to_device(ends_within, self.device)])
+        self.memory.blank_pages(taken[to_device(ends_within, self.device)])
         return to_device(row, self.device), to_device(column, self.device), taken
 
 

@@ -12,6 +12,7 @@ from vllm_kvevict.engine.config import KVEvictionError, Options, require_options
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.layers import NULL_BLOCKS, LayerMap
 from vllm_kvevict.engine.request_options import BUDGET, POLICY, plan_for
+from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -29,6 +30,20 @@ def overruled_memory(asked: int | None, vllm_config: Any) -> str | None:
     )
 
 
+def layout_of(vllm_config: Any, spec: Any = None) -> KVLayout:
+    """What a rank stores of a token in an evicted layer.
+
+    Args:
+        spec: vLLM's, of such a layer; None: by the model's configuration.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    rows, head_dim, dtype = model.get_num_kv_heads(parallel), model.get_head_size(), model.dtype
+    if spec is not None:
+        rows, head_dim, dtype = spec.num_kv_heads, spec.head_size, spec.dtype
+    page_size, model_rows = require_options(vllm_config).page_size, model.get_total_num_kv_heads()
+    return KVLayout.of_heads(page_size, rows, model_rows, head_dim, str(dtype).removeprefix("torch."))
+
+
 def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
     """The bounds of an engine: one rank of every pipeline stage, with the pages that vLLM's blocks give it.
 
@@ -37,20 +52,13 @@ def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
     Args:
         num_engines: that the configuration counts the blocks of; an engine's own counts only its own.
     """
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    page_size, layers = require_options(vllm_config).page_size, LayerMap.predicted(vllm_config)
-    heads, stages = model.get_num_kv_heads(parallel), evicted_layers_of_stages(vllm_config)
+    cache, layout, layers = vllm_config.cache_config, layout_of(vllm_config), LayerMap.predicted(vllm_config)
+    stages = evicted_layers_of_stages(vllm_config)
     blocks = max(0, (cache.num_gpu_blocks or 0) // num_engines - layers.blocks_kept(vllm_config))
     places = [layers.places(stage) for stage in stages_of(vllm_config)]
-    ranks = rank_capacities(
-        stages,
-        heads,
-        model.get_total_num_kv_heads(),
-        [blocks * cache.block_size * heads // page_size * count for count in places],
-    )
-    return MemoryBounds(
-        ranks, page_size, longest_step(vllm_config.scheduler_config), len(stages), is_asynchronous()
-    )
+    pages = [layout.pages_of(blocks * cache.block_size) * count for count in places]
+    ranks, step = rank_capacities(stages, layout, pages), longest_step(vllm_config.scheduler_config)
+    return MemoryBounds(ranks, layout.page_size, step, len(stages), is_asynchronous())
 
 
 def stages_of(vllm_config: Any) -> list[range]:
@@ -88,18 +96,17 @@ def bytes_for(vllm_config: Any, plans: Sequence[Plan], tokens: int) -> int:
     Args:
         vllm_config: with the size of blocks that workers will find; on models with states it is enlarged, as they do.
     """
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    if model.is_hybrid:
+    if vllm_config.model_config.is_hybrid:
         device = this_device()
         assert device is not None
         current_platform._align_hybrid_block_size(vllm_config, device.load(device.backend))
-    layers, page_size = LayerMap.predicted(vllm_config), require_options(vllm_config).page_size
-    place = cache.block_size * model.get_num_kv_heads(parallel)
+    layers, layout = LayerMap.predicted(vllm_config), layout_of(vllm_config)
+    place = vllm_config.cache_config.block_size * layout.rows
     pages = max(pages_of_place(vllm_config, plan, tokens) for plan in plans)
-    blocks = len(layers.evicted) * cdiv(pages * page_size, place)
+    blocks = len(layers.evicted) * cdiv(pages * layout.page_size, place)
     blocks += max(layers.blocks_kept(vllm_config), NULL_BLOCKS)
     places = max(map(layers.places, stages_of(vllm_config)))
-    return blocks * places * place * 2 * model.get_head_size() * model.dtype.itemsize
+    return blocks * places * place * layout.reserved_bytes // layout.page_size
 
 
 def head_dims(vllm_config: Any) -> HeadDims:
@@ -116,19 +123,16 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
     return [range(*get_pp_indices(num_layers, stage, num_stages)) for stage in range(num_stages)]
 
 
-def rank_capacities(
-    stages: list[range], num_kv_heads: int, num_model_kv_heads: int, pages: Sequence[int]
-) -> list[RankCapacity]:
+def rank_capacities(stages: list[range], layout: KVLayout, pages: Sequence[int]) -> list[RankCapacity]:
     """What a rank of every pipeline stage can hold.
 
     Args:
         stages: the model's layers that each stage has.
-        num_kv_heads: of one rank.
         pages: of a rank of each stage.
     """
     num_layers = stages[-1].stop
     return [
-        RankCapacity(held, layers.start, len(layers), num_kv_heads, num_layers, num_model_kv_heads)
+        RankCapacity(held, layers.start, len(layers), layout.rows, num_layers, layout.model_rows)
         for layers, held in zip(stages, pages, strict=True)
     ]
 

@@ -35,7 +35,8 @@ def most_layers(server: Server) -> int:
 
 def blocks(server: Server) -> int:
     """vLLM's blocks: the stage with the most layers has room for the fewest, and every stage gets as many."""
-    return server.memory // (server.entry * server.heads * server.block_size * most_layers(server))
+    pages = server.layout.pages_of(server.block_size) * most_layers(server)
+    return server.memory // (server.layout.reserved_bytes * pages)
 
 
 def counted_blocks(server: Server) -> int:
@@ -43,7 +44,7 @@ def counted_blocks(server: Server) -> int:
     return max(0, blocks(server) - NULL_BLOCKS)
 
 
-def read_model(name: str, max_model_len: int | None, dtype: str) -> dict[str, int]:
+def read_model(name: str, max_model_len: int | None, dtype: str) -> dict[str, Any]:
     """What the KV cache depends on, as vLLM would serve it; no weights are read.
 
     Args:
@@ -80,7 +81,7 @@ def read_model(name: str, max_model_len: int | None, dtype: str) -> dict[str, in
         "kv_heads": model.get_total_num_kv_heads(),
         "head_dim": model.get_head_size(),
         "max_len": model.max_model_len,
-        "dtype_size": model.dtype.itemsize,
+        "dtype": str(model.dtype).removeprefix("torch."),
     }
 
 
@@ -102,7 +103,7 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
     alone = crowd.newcomer(0)
     now = [count.at(prompt) for count in counts]
     ends = [bounds.most_held(plan, rank, count, prompt + output - 1) for rank, count in enumerate(counts)]
-    page_bytes = server.entry * server.page_size
+    page_bytes = server.layout.reserved_bytes
     return {
         "budget": "full" if plan.config.policy == "full" else f"{options.budget:g}",
         "answer": entries_of_answer(plan, prompt, output),
@@ -239,10 +240,11 @@ def queries_of_answers(server: Server, settings: Mapping[str, Any]) -> tuple[int
     if answer is None or not answer.keeps_queries:
         return 0, 0
     query_heads = max(1, server.query_heads // server.tensor_parallel_size)
-    row = most_layers(server) * server.head_dim * server.dtype_size
+    layers, layout = most_layers(server), server.layout
     longest = answer.positions[0] - answer.begins
-    requests = -(-server.memory // (2 * server.heads * row * longest))
-    return answer.window * query_heads * row, max(1, requests)
+    requests = -(-server.memory // (layers * layout.rows * layout.entry_bytes * longest))
+    # A query has the size of a key.
+    return answer.window * query_heads * layers * layout["key"].nbytes, max(1, requests)
 
 
 def after_eviction(plan: Plan, tokens: int, rank: RankCapacity, page_size: int) -> PageCount:
@@ -273,8 +275,7 @@ def _admission_control(server: Server, options: Options, stages: Sequence[range]
 
 def _bounds(server: Server, stages: Sequence[range], num_blocks: int) -> MemoryBounds:
     """With so many of vLLM's blocks."""
-    pages_per_row = num_blocks * server.block_size // server.page_size
-    pages = [pages_per_row * server.heads * len(stage) for stage in stages]
-    ranks = rank_capacities(list(stages), server.heads, server.kv_heads, pages)
+    pages = [server.layout.pages_of(num_blocks * server.block_size) * len(stage) for stage in stages]
+    ranks = rank_capacities(list(stages), server.layout, pages)
     step = server.max_num_batched_tokens
     return MemoryBounds(ranks, server.page_size, step, len(stages), is_asynchronous())

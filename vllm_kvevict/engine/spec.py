@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvevict.engine.config import require_options
 from vllm_kvevict.engine.layers import EVICTED_SPECS
-from vllm_kvevict.engine.memory import pages_of_place
+from vllm_kvevict.engine.memory import layout_of, pages_of_place
 from vllm_kvevict.engine.request_options import plan_for
 
 
@@ -31,8 +31,7 @@ class BoundedAttentionSpec(FullAttentionSpec):
         tokens = vllm_config.model_config.max_model_len
         options = require_options(vllm_config)
         pages = pages_of_place(vllm_config, plan_for(options, tokens), tokens)
-        page_bytes = self.page_size_bytes * options.page_size // (self.block_size * self.num_kv_heads)
-        return pages * page_bytes
+        return pages * layout_of(vllm_config, self).page_bytes
 
 
 class NoBlocksManager(FullAttentionManager):

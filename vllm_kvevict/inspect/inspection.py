@@ -207,8 +207,8 @@ def _read(llm: LLM, wanted: Wanted, reading: Reading) -> Inspection:
     prompt = reading.prompt
     wanted.tell(f"the prompt has {len(prompt.ids):,} tokens")
     ranks = llm.collective_rpc(recording.layout)
-    layers = sorted({layer for rank in ranks for layer in rank.layers})
-    shape = len(layers), ranks[0].num_model_kv_heads, len(prompt.ids)
+    layers, layout = sorted({layer for of_rank, _ in ranks for layer in of_rank}), ranks[0][1]
+    shape = len(layers), layout.model_rows, len(prompt.ids)
     kept: list[Kept] = []
     turns: tuple[int, ...] = ()
     for entry in wanted.policies:
@@ -218,8 +218,7 @@ def _read(llm: LLM, wanted: Wanted, reading: Reading) -> Inspection:
             turns = tuple(part.end for part in plan.parts)
         wanted.tell(f"{entry.policy} keeps {kept[-1].entries.sum():,} of {kept[-1].mask.size:,} entries")
     evicted = turns[-1] if turns else wanted.prefix_len or len(prompt.ids)
-    page = ranks[0].page_size, ranks[0].page_bytes
-    return Inspection(wanted.model, prompt, evicted, layers, *page, kept, turns)
+    return Inspection(wanted.model, prompt, evicted, layers, layout.page_size, layout.page_bytes, kept, turns)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ class ChunkedEviction(Eviction):
         return take.select(
             self.phase.config,
             probe,
-            evictor.cache.read_keys(resident.request_slot, step.layer, stored),
+            evictor.cache.read("key", resident.request_slot, step.layer, stored),
             evictor.first_layer + step.layer,
             evictor.num_model_layers,
             resident.tokens == n,

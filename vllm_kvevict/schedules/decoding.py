@@ -91,7 +91,7 @@ class DecodingEviction(Eviction):
 
     def _inputs(self, layer: int, counts: IntArray, window: Tensor | None) -> LayerInputs:
         evictor, slot = self.evictor, self.resident.request_slot
-        keys = evictor.cache.read_last_keys(slot, layer, counts)
+        keys = evictor.cache.read_last("key", slot, layer, counts)
         scale, softcap = evictor.logits[layer]
         return LayerInputs(
             window,

@@ -51,11 +51,10 @@ class Sources:
 
 
 class FreshEntries(NamedTuple):
-    """Keys, after RoPE, and values of a request's tokens in one of the rank's layers, [tokens, Hkv, d] each."""
+    """Fields of a request's tokens in one of the rank's layers, [tokens, Hkv, numbers] each; keys are after RoPE."""
 
     layer: int
-    keys: Tensor
-    values: Tensor
+    fields: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -111,29 +110,28 @@ class LayerTokens:
 
     def keys_between(self, sources: Sources, first: int, stop: int) -> Tensor:
         """[Hkv, stop - first, d] of the phase's tokens."""
-        cache, slot, layer = sources.cache, self.request_slot, self.step.layer
-        if slot in self.step.not_stored:
-            return self.step.not_stored[slot].keys[first:stop].transpose(0, 1).contiguous()
-        if self.pinned is None:
-            return cache.read_keys(slot, layer, stop, first)
-        counts = np.full_like(self.pinned, stop - first)
-        return cache.read_keys_behind(slot, layer, self.pinned + first, counts)
+        return self._field("key", sources, first, stop)
 
     def values(self, sources: Sources) -> Tensor:
         """[Hkv, n, d_v]."""
+        return self._field("value", sources, 0, self.n)
+
+    def _field(self, name: str, sources: Sources, first: int, stop: int) -> Tensor:
+        """A field of the phase's tokens, [Hkv, stop - first, numbers]."""
         cache, slot, layer = sources.cache, self.request_slot, self.step.layer
         if slot in self.step.not_stored:
-            return self.step.not_stored[slot].values[: self.n].transpose(0, 1).contiguous()
+            return self.step.not_stored[slot].fields[name][first:stop].transpose(0, 1).contiguous()
         if self.pinned is None:
-            return cache.read_values(slot, layer, self.n)
-        return cache.read_values_behind(slot, layer, self.pinned, np.full_like(self.pinned, self.n))
+            return cache.read(name, slot, layer, stop, first)
+        counts = np.full_like(self.pinned, stop - first)
+        return cache.read_behind(name, slot, layer, self.pinned + first, counts)
 
     def pinned_keys(self, sources: Sources) -> list[Tensor] | None:
         """Of each KV head the keys that stay before the phase's, [S, d]; None for none."""
         if self.pinned is None:
             return None
         start = np.zeros_like(self.pinned)
-        keys = sources.cache.read_keys_behind(self.request_slot, self.step.layer, start, self.pinned)
+        keys = sources.cache.read_behind("key", self.request_slot, self.step.layer, start, self.pinned)
         return [own[:count] for own, count in zip(keys, self.pinned.tolist(), strict=True)]
 
     def seen_keys(self, sources: Sources) -> Iterable[Tensor]:

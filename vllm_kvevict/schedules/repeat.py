@@ -69,7 +69,7 @@ class EvictionByRepeat(EvictionByScore):
             keys = self._seen_keys(tokens, first, chunk, extra.count)
         else:
             length = first + chunk.stop - chunk.start + extra.count
-            keys = self.evictor.cache.read_keys(self.scratch, step.layer, length)
+            keys = self.evictor.cache.read("key", self.scratch, step.layer, length)
         places = slice(first, first + chunk.stop - chunk.start)
         sums = self.collected.sums_of(self.evictor.sources, tokens)
         most = repeat_attention(tokens.query, keys, places, step.scale, step.softcap)
@@ -93,7 +93,7 @@ class EvictionByRepeat(EvictionByScore):
         """The keys over which a chunk's scores are taken, [Hkv, N, d]: the first ones, the chunk's, the repeat's."""
         sources, n = self.evictor.sources, self.phase.n
         parts = [
-            sources.cache.read_keys(tokens.request_slot, tokens.step.layer, first),
+            sources.cache.read("key", tokens.request_slot, tokens.step.layer, first),
             tokens.keys_between(sources, chunk.start, chunk.stop),
             tokens.keys_between(sources, n, n + count),
         ]

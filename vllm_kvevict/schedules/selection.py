@@ -193,7 +193,7 @@ class Selection:
         if entries is None or entries.layer != layer:
             freed = evictor.cache.compact(resident.request_slot, layer, kept, first)
         else:
-            freed = evictor.cache.store(resident.request_slot, *entries, kept)
+            freed = evictor.cache.store(resident.request_slot, layer, entries.fields, kept)
             self.not_stored = None
         self.meter.note_freed(freed, time.perf_counter() - started)
 

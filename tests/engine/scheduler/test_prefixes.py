@@ -13,7 +13,7 @@ from vllm.utils.hashing import get_hash_fn_by_name, sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from tests.cache.writers import plain, writer
+from tests.cache.writers import WritableCache, plain, writer
 from tests.engine.support.chains import check_exact
 from tests.engine.support.servers import PAGE, Setup, flights, make_request, options_of
 from tests.engine.support.simulation import Simulation
@@ -412,7 +412,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 def small_cache(pages: int, num_layers: int) -> PagedKVCache:
     sizes = {"num_layers": num_layers, "num_kv_heads": 1, "page_size": PAGE, "max_requests": 4}
-    return PagedKVCache(torch.randn(pages, 2 * PAGE * 8), **sizes, write=writer(PAGE, plain, plain))
+    return WritableCache(torch.randn(pages, 2 * PAGE * 8), **sizes, write=writer(PAGE, plain, plain))
 
 
 def test_a_worker_notices_that_somebody_writes_to_a_prefix() -> None:

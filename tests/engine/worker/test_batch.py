@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cache.writers import writer
-from vllm_kvevict.cache import PagedKVCache
+from tests.cache.writers import WritableCache, writer
 from vllm_kvevict.engine.worker.batch import lay_out, lay_out_by_layer, split_by_width
 from vllm_kvevict.engine.worker.model_runners import BatchOrder
 
@@ -19,7 +18,7 @@ LAYERS, HEADS, PAGE, DIM = 2, 3, 32, 32
 
 def _cache():
     storage = torch.zeros(2000, 2 * PAGE * DIM)
-    return PagedKVCache(
+    return WritableCache(
         storage, num_layers=LAYERS, num_kv_heads=HEADS, page_size=PAGE, max_requests=8, write=writer(PAGE)
     )
 

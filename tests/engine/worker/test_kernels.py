@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.cache.writers import layout_over
 from vllm_kvevict.engine.worker import calibration, cpu
 from vllm_kvevict.engine.worker.timings import Times
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
+from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 
 
@@ -24,22 +26,25 @@ def timed_anew(monkeypatch, tmp_path):
 
 def _cache(transposed=True, dtype=torch.bfloat16):
     return SimpleNamespace(
-        format=SimpleNamespace(keys_are_transposed=transposed),
+        memory=SimpleNamespace(keys_are_transposed=transposed),
         storage=torch.zeros(1, 2 * 32 * 64, dtype=dtype),
         page_size=32,
         head_dim=64,
-        num_kv_heads=4,
     )
 
 
 def _kernel(softcap=0.0, drafts=0, **of_cache):
     cache, vllm_config = _cache(**of_cache), SimpleNamespace(num_speculative_tokens=drafts)
-    return cpu.CPUPages(cache.storage, 32, vllm_config).decode_attention(cache, 2, softcap)
+    return _pages(cache.storage, vllm_config).decode_attention(cache, 2, softcap)
 
 
 def _prefill_kernel(**of_cache):
     cache = _cache(**of_cache)
-    return cpu.CPUPages(cache.storage, 32, None).prefill_attention(cache, 2)
+    return _pages(cache.storage).prefill_attention(cache, 2)
+
+
+def _pages(storage, vllm_config=None, group=None):
+    return cpu.CPUPages(storage, layout_over(storage, 32, 4), vllm_config, group)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +55,6 @@ def test_what_the_kernels_serve(monkeypatch, unlike):
     assert isinstance(_kernel(**unlike), DecodeAttention) == (not unlike)
     if "softcap" not in unlike:
         assert isinstance(_prefill_kernel(**unlike), PrefillAttention) == (not unlike)
-
-
-HEADS = 4, 2
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def test_with_amx_pages_have_our_order_if_both_kernels_are_faster(
 ):
     _times(monkeypatch, prompts, decodes)
     storage = _cache().storage
-    pages = cpu.CPUPages(storage, 32, None, HEADS)
+    pages = _pages(storage, None, 2)
     assert pages.isa == pages._likewise(storage).isa == ("vec" if are_ours else "amx")
     ((severity, message),) = log
     assert severity == ("INFO" if are_ours else "WARNING")
@@ -89,13 +91,13 @@ def test_with_amx_pages_have_our_order_if_both_kernels_are_faster(
 
 def test_with_amx_pages_have_the_ops_order_where_no_kernel_may_serve(monkeypatch, amx):
     _times(monkeypatch, 0.1, 0.1)
-    assert cpu.CPUPages(_cache().storage, 32, None).isa == "amx"
-    assert cpu.CPUPages(_cache(dtype=torch.float32).storage, 32, None, HEADS).isa == "vec"
+    assert _pages(_cache().storage).isa == "amx"
+    assert _pages(_cache(dtype=torch.float32).storage, None, 2).isa == "vec"
 
 
 def test_where_linux_refuses_amx_nobody_uses_it(monkeypatch, amx):
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
-    assert cpu.CPUPages(_cache().storage, 32, None).isa == "vec"
+    assert _pages(_cache().storage).isa == "vec"
 
 
 @pytest.fixture
@@ -196,9 +198,9 @@ def test_drafts_are_timed_apart(monkeypatch, log):
     ]
 
 
-def _pages(storage):
+def _readable(storage, layout):
     """Pages that both sides read: in the order of fp32, since with AMX the op has one of its own for bfloat16."""
-    pages = cpu.CPUPages(storage, 32, None)
+    pages = cpu.CPUPages(storage, layout, None)
     pages.isa = cpu._get_attn_isa(torch.float32, 32, pages.head_dim)
     return pages
 
@@ -209,16 +211,19 @@ def _pages(storage):
 @pytest.mark.parametrize("head_dim, heads, group", [(64, 4, 2), (128, 1, 8)])
 def test_both_sides_of_the_comparison_do_the_same_work(side, dtype, head_dim, heads, group, new_tokens):
     """Their outputs and what they store are equal, so that the times are of the same step."""
-    shape = calibration.Shape(dtype, 32, head_dim, heads, group, new_tokens)
+    shape = calibration.Shape(
+        KVLayout.of_heads(32, heads, heads, head_dim, str(dtype)[len("torch.") :]), group, new_tokens
+    )
     table = torch.arange(2 * heads * 3, dtype=torch.int32).view(2, heads, 3)
     storages, outputs = [], []
     make_steps = {
         "kernel_step": calibration.kernel_step,
-        "prefill_step": lambda s, x: calibration.prefill_step(s, _pages(x), x),
-        "op_step": lambda s, x: calibration.op_step(s, _pages(x)),
+        "prefill_step": lambda s, x: calibration.prefill_step(s, _readable(x, s.layout), x),
+        "op_step": lambda s, x: calibration.op_step(s, _readable(x, s.layout)),
     }
     for make_step in (make_steps[side], make_steps["op_step"]):
-        storage = torch.randn(table.numel(), shape.page_elements, generator=torch.Generator().manual_seed(1))
+        random, elements = torch.Generator().manual_seed(1), shape.layout.page_elements
+        storage = torch.randn(table.numel(), elements, generator=random)
         storages.append(storage.to(dtype))
         outputs.append(make_step(shape, storages[-1])(table).view(2, -1))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2

@@ -4,15 +4,17 @@ import dataclasses
 import multiprocessing
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from vllm_kvevict.engine.worker.calibration import Shape
 from vllm_kvevict.engine.worker.timings import Times, kept, times_file
+from vllm_kvevict.kernels.layout import KVLayout
 
 FASTER, SLOWER = Times(kernel=1.0, op=2.0), Times(kernel=2.0, op=1.0)
-SHAPE = Shape(torch.float32, 32, 64, 1, 2, 512)
+SIZES: dict[str, Any] = {"page_size": 32, "rows": 1, "model_rows": 1, "head_dim": 64, "dtype": "float32"}
+SHAPE = Shape(KVLayout.of_heads(**SIZES), 2, 512)
 
 
 def _never() -> Times:
@@ -90,16 +92,10 @@ def test_where_no_file_can_be_locked_the_times_are_kept_all_the_same(tmp_path, m
 
 def test_whatever_changes_the_times_has_a_file_of_its_own(monkeypatch):
     files = {times_file("prefill_attention", SHAPE), times_file("decode_attention", SHAPE)}
-    changes = {
-        "page_size": 16,
-        "head_dim": 128,
-        "heads": 2,
-        "group": 4,
-        "new_tokens": 1,
-        "dtype": torch.bfloat16,
-    }
-    for name, value in changes.items():
-        files.add(times_file("prefill_attention", dataclasses.replace(SHAPE, **{name: value})))
+    sizes = {"page_size": 16, "head_dim": 128, "rows": 2, "dtype": "bfloat16"}.items()
+    changes = [{"layout": KVLayout.of_heads(**SIZES | dict([size]))} for size in sizes]
+    for change in (*changes, {"group": 4}, {"new_tokens": 1}):
+        files.add(times_file("prefill_attention", dataclasses.replace(SHAPE, **change)))
     monkeypatch.setattr("vllm.__version__", "another")
     files.add(times_file("prefill_attention", SHAPE))
     monkeypatch.setattr("vllm_kvevict.machine.cpu_model", lambda: "another")

@@ -14,7 +14,7 @@ from vllm_kvevict.engine.decoding import LEAST_BUDGET
 from vllm_kvevict.engine.devices import CPU, Device, this_device
 from vllm_kvevict.engine.errors import other_scheduler
 from vllm_kvevict.engine.layers import BOTH, FULL_ATTENTION, LAYER_TYPES, WINDOW, LayerMap, layer_types
-from vllm_kvevict.engine.memory import evicted_layers_of_stages
+from vllm_kvevict.engine.memory import evicted_layers_of_stages, layout_of
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.registry import schedule_for
@@ -285,7 +285,7 @@ def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
 def _check_kv_dtype(vllm_config: Any) -> None:
     """Refuse a KV cache in another type than the model's, also where the checkpoint asks for it."""
     model, given = vllm_config.model_config, vllm_config.cache_config.cache_dtype
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = layout_of(vllm_config)["key"].dtype
     # What "auto" means vLLM says of some checkpoints here already, of others when a worker builds the layers.
     scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
     asked = "fp8" if given == "auto" and scheme is not None else given

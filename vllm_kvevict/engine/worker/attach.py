@@ -16,12 +16,12 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.cache.format import page_elements
+from vllm_kvevict.cache.format import PageMemory
 from vllm_kvevict.engine.config import KVEvictionError, Options
 from vllm_kvevict.engine.devices import Device
 from vllm_kvevict.engine.errors import finds_none
 from vllm_kvevict.engine.layers import NULL_BLOCKS, LayerMap, is_evicted
-from vllm_kvevict.engine.memory import evicted_layers_of_stages, stages_of
+from vllm_kvevict.engine.memory import evicted_layers_of_stages, layout_of, stages_of
 from vllm_kvevict.engine.worker.batch import Batch, Served
 from vllm_kvevict.engine.worker.blocks import BlockPages
 from vllm_kvevict.engine.worker.pages import Pages
@@ -29,6 +29,7 @@ from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.engine.worker.projection import OutputProjections
 from vllm_kvevict.engine.worker.rotary import ModelRotary
 from vllm_kvevict.kernels.decode_attention import BatchRows
+from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.kernels.prefill_attention import FEWEST_TOKENS, PrefillAttention
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
@@ -188,22 +189,24 @@ def attach(
     by_name, stages = _evicted_layers(vllm_config, kv_cache_config), evicted_layers_of_stages(vllm_config)
     mine, layers = stages[get_pp_group().rank_in_group], list(by_name.values())
     layer_map = LayerMap.found(kv_cache_config.kv_cache_groups)
-    _check_heads(vllm_config, layers)
+    layout = _checked_layout(vllm_config, layers, kv_cache_config.kv_cache_groups)
     _check_layers(vllm_config, layer_map, stages_of(vllm_config)[get_pp_group().rank_in_group])
     first, max_requests = layers[0], vllm_config.scheduler_config.max_num_seqs
     logits = [(layer.impl.scale, layer.impl.softcap) for layer in layers]
-    storage = _as_pages(kv_caches[next(iter(by_name))], page_elements(options.page_size, first.head_size))
-    block_pages = _find_blocks(layer_map, kv_cache_config, first.layer_name, storage[0].nbytes)
+    storage = _as_pages(kv_caches[next(iter(by_name))], layout.page_bytes)
+    block_pages = _find_blocks(layer_map, kv_cache_config, first.layer_name, layout.page_bytes)
     group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
     uses_our_kernel = options.kernels and first.impl.sinks is None
-    heads = (first.num_kv_heads, group) if uses_our_kernel and not softcap else None
-    pages = device.load(device.pages)(storage, options.page_size, vllm_config, heads)
-    cache = _cache(storage, layers, options, pages, max_requests, is_empty=block_pages is not None)
+    may_serve = group if uses_our_kernel and not softcap else None
+    pages = device.load(device.pages)(storage, layout, vllm_config, may_serve)
+    memory = PageMemory.probe(storage, layout, pages.write)
+    cache = _cache(memory, len(layers), pages.uses_triton, max_requests, is_empty=block_pages is not None)
     projections, rotary = _parts_of(model, layers, vllm_config, options)
     windows = pages.window_attention, options.kernel_windows
     sources = Sources(cache, projections.of, rotary.read, *windows, reserve)
-    comm, is_behind = _tensor_comm(vllm_config), device.is_asynchronous
+    comm, is_behind = _tensor_comm(layout), device.is_asynchronous
     evictor = Evictor(cache, mine.start, stages[-1].stop, comm, sources, is_behind, logits, ring)
+    blocks = kv_cache_config.num_blocks - layer_map.blocks_kept(vllm_config)
     return Rank(
         {name: index for index, name in enumerate(by_name)},
         cache,
@@ -219,30 +222,17 @@ def attach(
         decode_slots=torch.full((max_requests,), -1, dtype=torch.int64, device=storage.device),
         block_pages=block_pages,
         num_blocks=kv_cache_config.num_blocks,
-        capacity=_capacity(
-            kv_cache_config.num_blocks - layer_map.blocks_kept(vllm_config), cache, block_pages
-        ),
+        capacity=_capacity(blocks, cache, block_pages),
     )
 
 
 def _cache(
-    storage: Tensor,
-    layers: Sequence[Attention],
-    options: Options,
-    pages: Pages,
-    max_requests: int,
-    is_empty: bool,
+    memory: PageMemory, num_layers: int, triton: bool, max_requests: int, is_empty: bool
 ) -> PagedKVCache:
     """The rank's pages; empty where blocks become pages as they are needed."""
+    requests = max_requests + 1  # a repeat may see copies, in a request slot of their own
     return PagedKVCache(
-        storage,
-        num_layers=len(layers),
-        num_kv_heads=layers[0].num_kv_heads,
-        page_size=options.page_size,
-        max_requests=max_requests + 1,  # a repeat may see copies, in a request slot of their own
-        write=pages.write,
-        triton=pages.uses_triton,
-        is_empty=is_empty,
+        memory, num_layers=num_layers, max_requests=requests, triton=triton, is_empty=is_empty
     )
 
 
@@ -286,40 +276,42 @@ def _parts_of(
     return projections, rotary
 
 
-def _tensor_comm(vllm_config: VllmConfig) -> TensorComm | None:
+def _tensor_comm(layout: KVLayout) -> TensorComm | None:
     """The tensor-parallel group, None where it has one member."""
     group = get_tp_group()
     if group.world_size == 1:
         return None
-    kv_heads = vllm_config.model_config.get_total_num_kv_heads()
-    return TensorComm(group.device_group, group.rank_in_group, group.world_size, kv_heads)
+    return TensorComm(group.device_group, group.rank_in_group, group.world_size, layout.model_rows)
 
 
-def _as_pages(view: Tensor, page_elements: int) -> Tensor:
+def _as_pages(view: Tensor, page_bytes: int) -> Tensor:
     """All of the allocation under a view, [pages, page_elements]; what is left at its end stays unused."""
     raw = view.untyped_storage()
-    num_pages = raw.nbytes() // (page_elements * view.element_size())
-    pages = torch.empty(0, dtype=view.dtype, device=view.device)
-    pages.set_(raw, 0, (num_pages, page_elements), (page_elements, 1))
-    return pages
+    pages = torch.empty(0, dtype=torch.uint8, device=view.device)
+    pages.set_(raw, 0, (raw.nbytes() // page_bytes, page_bytes), (page_bytes, 1))
+    return pages.view(view.dtype)
 
 
-def _check_heads(vllm_config: VllmConfig, layers: Sequence[Attention]) -> None:
-    """Refuse a model whose layers differ, or have other heads than its configuration says: the front-end checks
-    requests by that."""
+def _checked_layout(vllm_config: VllmConfig, layers: Sequence[Attention], groups: Sequence[Any]) -> KVLayout:
+    """What layers store. Refuses a model whose layers differ, or whose configuration says something else: the
+    front-end checks requests by that."""
     shapes = {(x.num_kv_heads, x.head_size, x.num_heads, x.impl.softcap) for x in layers}
     if len(shapes) != 1:
         raise KVEvictionError(
             "--kv-eviction needs the same heads, head size and softcap in every layer, and this model's differ: leave "
             "the flag out"
         )
-    model, heads = vllm_config.model_config, layers[0].num_kv_heads
-    configured = model.get_num_kv_heads(vllm_config.parallel_config)
-    if heads != configured:
-        raise KVEvictionError(
-            f"--kv-eviction cannot serve {model.model} as it is: by its config.json each rank has {configured} KV "
-            f"heads, but its layers have {heads}, so correct the number of KV heads in config.json"
+    spec = next(group.kv_cache_spec for group in groups if is_evicted(group.kv_cache_spec))
+    expected, found = layout_of(vllm_config), layout_of(vllm_config, spec)
+    if found != expected:
+        by_config, by_layers = (
+            f"{x.rows} KV heads of {x['key'].numbers} {x['key'].dtype} numbers" for x in (expected, found)
         )
+        raise KVEvictionError(
+            f"--kv-eviction cannot serve {vllm_config.model_config.model} as it is: by its config.json each rank has "
+            f"{by_config}, but its layers have {by_layers}, so correct config.json"
+        )
+    return found
 
 
 def _check_layers(vllm_config: VllmConfig, found: LayerMap, stage: range) -> None:

@@ -106,7 +106,9 @@ class RaggedImpl(AttentionImpl):
             runtime.rank.keep_queries(index, query, attn_metadata.ring)
         if attn_metadata.evictions:
             not_stored = {
-                request.request_slot: FreshEntries(index, key[request.rows], value[request.rows])
+                request.request_slot: FreshEntries(
+                    index, {"key": key[request.rows], "value": value[request.rows]}
+                )
                 for request in batch.by_layer
                 if request.prefill is not None
             }

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_kvevict.cache.format import page_elements
+from vllm_kvevict.cache.format import dtype_of
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.engine.worker.timings import Times
 from vllm_kvevict.kernels.decode_attention import BatchRows, DecodeAttention
+from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 
 STEP_BYTES = 8 << 20
@@ -29,41 +30,34 @@ class Shape:
     """Attention of one layer.
 
     Attributes:
-        dtype, page_size, head_dim: of the pages.
-        heads: KV heads.
+        layout: of its pages.
         group: query heads that share a KV head.
         new_tokens: of each request in a step.
     """
 
-    dtype: torch.dtype
-    page_size: int
-    head_dim: int
-    heads: int
+    layout: KVLayout
     group: int
     new_tokens: int = 1
 
-    @property
-    def page_elements(self) -> int:
-        """Numbers in a page: keys and values."""
-        return page_elements(self.page_size, self.head_dim)
-
     def vectors(self, requests: int) -> tuple[Tensor, Tensor]:
         """A query [T, Hq, d], and a key or value [T, Hkv, d], of some numbers; T: the new tokens of all requests."""
-        tokens = requests * self.new_tokens
-        query = torch.full((tokens, self.heads * self.group, self.head_dim), 0.5, dtype=self.dtype)
-        return query, query[:, : self.heads].contiguous()
+        key, heads = self.layout["key"], self.layout.rows
+        shape = requests * self.new_tokens, heads * self.group, key.numbers
+        query = torch.full(shape, 0.5, dtype=dtype_of(key))
+        return query, query[:, :heads].contiguous()
 
     def rows(self, table: Tensor, new_tokens: Tensor | None = None) -> BatchRows:
         """The rows of requests whose pages, int32 [requests, heads, pages], are full."""
         requests, heads, width = table.shape
         starts = torch.arange(0, table.numel(), width, dtype=torch.int32).view(requests, heads)
-        lengths = torch.full_like(starts, width * self.page_size)
+        lengths = torch.full_like(starts, width * self.layout.page_size)
         return BatchRows(table.flatten(), starts, lengths, torch.arange(requests), 0, new_tokens)
 
     def new_entry_slots(self, table: Tensor) -> Tensor:
         """Where the new entries of such requests go, int64, in the order (token, head)."""
-        positions = torch.arange(table.shape[2] * self.page_size)[-self.new_tokens :]
-        slots = table[..., positions // self.page_size].long() * self.page_size + positions % self.page_size
+        size = self.layout.page_size
+        positions = torch.arange(table.shape[2] * size)[-self.new_tokens :]
+        slots = table[..., positions // size].long() * size + positions % size
         return slots.transpose(1, 2).flatten()
 
 
@@ -84,15 +78,15 @@ def time_decodes(shape: Shape, make_pages: Callable[[Tensor], Any]) -> Times:
     Raises:
         BuildError: the kernel cannot be compiled here.
     """
-    row_bytes = PAGES_PER_ROW * shape.page_elements * shape.dtype.itemsize
-    requests = max(1, STEP_BYTES // (row_bytes * shape.heads))
+    layout = shape.layout
+    requests = max(1, STEP_BYTES // (PAGES_PER_ROW * layout.page_bytes * layout.rows))
     tables, storage = _pages(shape, 2 * ROUNDS, requests, PAGES_PER_ROW)
     return _time(tables, kernel_step(shape, storage), op_step(shape, make_pages(storage)))
 
 
 def time_prefills(shape: Shape, make_pages: Callable[[Tensor], Any]) -> Times:
     """Time steps of one request that reads as many new tokens as it has, in turns and on one thread, as above."""
-    table_pages = -(-2 * shape.new_tokens // shape.page_size)
+    table_pages = -(-2 * shape.new_tokens // shape.layout.page_size)
     tables, storage = _pages(shape, 2 * PREFILL_ROUNDS, 1, table_pages)
     pages = make_pages(storage)
     return _time(tables, prefill_step(shape, pages, storage), op_step(shape, pages))
@@ -101,9 +95,10 @@ def time_prefills(shape: Shape, make_pages: Callable[[Tensor], Any]) -> Times:
 def _pages(shape: Shape, steps: int, requests: int, pages_per_row: int) -> tuple[Tensor, Tensor]:
     """Pages of each step, int32 [steps, requests, heads, pages], all different, and their storage."""
     # Written to, since memory that never was is one page of zeros, which would stay in the processor's cache.
-    pages = steps * requests * shape.heads * pages_per_row
-    storage = torch.full((pages, shape.page_elements), 0.5, dtype=shape.dtype)
-    tables = torch.arange(pages, dtype=torch.int32).view(steps, requests, shape.heads, pages_per_row)
+    layout = shape.layout
+    pages = steps * requests * layout.rows * pages_per_row
+    storage = torch.full((pages, layout.page_elements), 0.5, dtype=dtype_of(layout["key"]))
+    tables = torch.arange(pages, dtype=torch.int32).view(steps, requests, layout.rows, pages_per_row)
     return tables, storage
 
 
@@ -131,7 +126,7 @@ def _one_thread() -> Iterator[None]:
 
 def kernel_step(shape: Shape, storage: Tensor) -> Step:
     """A step by our decode kernel."""
-    kernel = DecodeAttention(storage, shape.page_size, shape.new_tokens)
+    kernel = DecodeAttention(storage, shape.layout.page_size, shape.new_tokens)
 
     def run(table: Tensor) -> Tensor:
         query, entry = shape.vectors(len(table))
@@ -145,7 +140,7 @@ def kernel_step(shape: Shape, storage: Tensor) -> Step:
 
 def prefill_step(shape: Shape, pages: Any, storage: Tensor) -> Step:
     """A step by our kernel for prompts, which leaves storing to ``pages``, made over the storage, as for the op."""
-    kernel = PrefillAttention(shape.dtype, storage, shape.page_size)
+    kernel = PrefillAttention(storage.dtype, storage, shape.layout.page_size)
 
     def run(table: Tensor) -> Tensor:
         query, entry = shape.vectors(len(table))
@@ -161,15 +156,15 @@ def prefill_step(shape: Shape, pages: Any, storage: Tensor) -> Step:
 def op_step(shape: Shape, pages: Any) -> Step:
     """A step by vLLM's op, over ``pages`` (:class:`vllm_kvevict.engine.worker.cpu.CPUPages`)."""
 
-    tokens, size = shape.new_tokens, shape.page_size
+    tokens, size = shape.new_tokens, shape.layout.page_size
 
     def run(table: Tensor) -> Tensor:
         requests, heads, width = table.shape
         query, entry = shape.vectors(requests)
         pages.append(entry, entry, shape.new_entry_slots(table))
         # The op wants the queries of one KV head after the other.
-        by_token = (requests, tokens, heads, shape.group, shape.head_dim)
-        by_head = query.view(by_token).transpose(1, 2).reshape(-1, shape.group, shape.head_dim)
+        by_token = query.view(requests, tokens, heads, shape.group, -1)
+        by_head = by_token.transpose(1, 2).flatten(0, 2)
         sequences = Sequences(
             seq_lens=torch.full((requests * heads,), width * size, dtype=torch.int32),
             block_table=table.flatten(0, 1),

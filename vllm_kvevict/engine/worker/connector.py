@@ -28,7 +28,7 @@ class WorkerEnd:
             cache.num_layers,
             cache.num_kv_heads,
             runtime.rank.evictor.num_model_layers,
-            runtime.vllm_config.model_config.get_total_num_kv_heads(),
+            cache.memory.layout.model_rows,
         )
         return Handshake(
             self.rank,

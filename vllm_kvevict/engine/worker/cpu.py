@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.cache.format import head_dim_of
+from vllm_kvevict.cache.format import dtype_of
 from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.engine.worker.calibration import Shape, time_decodes, time_prefills
@@ -22,6 +22,7 @@ from vllm_kvevict.engine.worker.timings import Times, kept, times_file
 from vllm_kvevict.kernels import decode_attention, prefill_attention
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
+from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 from vllm_kvevict.kernels.processor import level
 
@@ -57,30 +58,26 @@ class CPUPages:
 
     Args:
         storage: [pages, page_elements], contiguous.
-        page_size: entries per page.
+        layout: of the entries.
         vllm_config: of the server, which says how many drafts a step may have; None: no drafts.
-        heads: KV heads of a layer, and query heads of each, where our kernels may serve prompts and decodes; None: they
-            may not.
+        group: query heads of a KV head, where our kernels may serve prompts and decodes; None: they may not.
     """
 
     uses_triton = False
     window_attention = None
 
-    def __init__(
-        self, storage: Tensor, page_size: int, vllm_config: Any, heads: tuple[int, int] | None = None
-    ):
-        self.head_dim = head_dim_of(storage, page_size)
+    def __init__(self, storage: Tensor, layout: KVLayout, vllm_config: Any, group: int | None = None):
+        self.layout, self.head_dim = layout, layout["key"].numbers
         self.most_drafts = vllm_config.num_speculative_tokens if vllm_config else 0
         # vLLM names the orders of pages after instruction sets.
         self.isa, usual = (
-            _get_attn_isa(dtype, page_size, self.head_dim) for dtype in (storage.dtype, torch.float32)
+            _get_attn_isa(dtype, layout.page_size, self.head_dim) for dtype in (storage.dtype, torch.float32)
         )
         self.kernels_won = False
         if self.isa != usual:
             # Linux gives a process AMX when it asks, and vLLM leaves that to the first matrix product.
             may_use_amx = torch.cpu._init_amx()
-            shape = heads and Shape(storage.dtype, page_size, self.head_dim, *heads)
-            self.kernels_won = bool(may_use_amx and shape and _both_are_faster(shape))
+            self.kernels_won = bool(may_use_amx and group and _both_are_faster(Shape(layout, group)))
             if self.kernels_won or not may_use_amx:
                 self.isa = usual
         self.key_pages, self.value_pages = self._views(storage)
@@ -142,15 +139,15 @@ class CPUPages:
 
     def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> DecodeAttention | None:
         """Our kernel, or None where vLLM's op serves decodes too: where the kernel cannot, or is slower."""
-        if softcap or not cache.format.keys_are_transposed:
+        if softcap or not cache.memory.keys_are_transposed:
             return None
         if not decode_attention.supports(cache.storage.dtype, cache.page_size, cache.head_dim):
             return None
         try:
-            if not (self.kernels_won or self._decodes_faster(cache, group, 1)):
+            if not (self.kernels_won or self._decodes_faster(group, 1)):
                 return None
             most_new_tokens = 1
-            if self.most_drafts and self._decodes_faster(cache, group, 1 + self.most_drafts):
+            if self.most_drafts and self._decodes_faster(group, 1 + self.most_drafts):
                 most_new_tokens = 1 + self.most_drafts
             return DecodeAttention(cache.storage, cache.page_size, most_new_tokens)
         except BuildError as error:
@@ -160,30 +157,27 @@ class CPUPages:
     def prefill_attention(self, cache: PagedKVCache, group: int) -> PrefillAttention | None:
         """Our kernel, or None where vLLM's op serves prompts: where the kernel cannot, or is slower."""
         dtype, page_size = cache.storage.dtype, cache.page_size
-        if not cache.format.keys_are_transposed:
+        if not cache.memory.keys_are_transposed:
             return None
         if not prefill_attention.supports(dtype, page_size, cache.head_dim):
             return None
-        shape = Shape(dtype, page_size, cache.head_dim, cache.num_kv_heads, group)
         try:
-            if self.kernels_won or _is_faster("reading prompts", *_prompt_times(shape)):
+            if self.kernels_won or _is_faster("reading prompts", *_prompt_times(Shape(self.layout, group))):
                 return PrefillAttention(dtype, cache.storage, page_size)
         except BuildError as error:
             logger.warning("KV eviction: reading prompts uses vLLM's attention, which is slower: %s", error)
         return None
 
-    def _decodes_faster(self, cache: PagedKVCache, group: int, new_tokens: int) -> bool:
+    def _decodes_faster(self, group: int, new_tokens: int) -> bool:
         """Whether our decode kernel beats vLLM's op on this machine, for the server's shape."""
-        shape = Shape(
-            cache.storage.dtype, cache.page_size, cache.head_dim, cache.num_kv_heads, group, new_tokens
-        )
+        shape = Shape(self.layout, group, new_tokens)
         what = "decoding" if new_tokens == 1 else f"decoding with {new_tokens - 1} drafts"
         file = times_file("decode_attention", shape)
         return _is_faster(what, file, kept(file, lambda: time_decodes(shape, self._likewise)))
 
     def _likewise(self, storage: Tensor) -> "CPUPages":
         """Other pages, in the order of these."""
-        pages = CPUPages(storage, storage.shape[1] // (2 * self.head_dim), None)
+        pages = CPUPages(storage, self.layout, None)
         pages.isa = self.isa
         return pages
 
@@ -204,15 +198,16 @@ class CPUPages:
 def _prompt_times(server: Shape) -> tuple[Path, Times]:
     """Times of reading prompts, and their file. Raises BuildError as the kernel's constructor."""
     # Of one KV head, since all do the same.
-    shape = replace(server, heads=1, new_tokens=TIMED_TOKENS)
+    shape = replace(server, layout=replace(server.layout, rows=1), new_tokens=TIMED_TOKENS)
     file = times_file("prefill_attention", shape)
-    return file, kept(file, lambda: time_prefills(shape, lambda x: CPUPages(x, shape.page_size, None)))
+    return file, kept(file, lambda: time_prefills(shape, lambda x: CPUPages(x, shape.layout, None)))
 
 
 def _both_are_faster(shape: Shape) -> bool:
     """Whether both our kernels beat vLLM's op over pages in its order for AMX; the log says by how much."""
+    key = shape.layout["key"]
     if not all(
-        kernel.supports(shape.dtype, shape.page_size, shape.head_dim)
+        kernel.supports(dtype_of(key), shape.layout.page_size, key.numbers)
         for kernel in (decode_attention, prefill_attention)
     ):
         return False
@@ -220,7 +215,7 @@ def _both_are_faster(shape: Shape) -> bool:
         file, prompts = _prompt_times(shape)
         decodes = kept(
             times_file("decode_attention", (shape, "amx")),
-            lambda: time_decodes(shape, lambda x: CPUPages(x, shape.page_size, None)),
+            lambda: time_decodes(shape, lambda x: CPUPages(x, shape.layout, None)),
         )
     except BuildError as error:
         logger.warning(

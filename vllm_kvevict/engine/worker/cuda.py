@@ -10,10 +10,10 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Mult
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from vllm_kvevict.cache import PagedKVCache
-from vllm_kvevict.cache.format import head_dim_of
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY
 from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
+from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 from vllm_kvevict.kernels.window_attention import window_attention as attend_from_window
 from vllm_kvevict.kernels.write_entries import write_entries
@@ -74,24 +74,22 @@ class CUDAPages:
 
     Args:
         storage: [pages, page_elements], contiguous.
-        page_size: entries per page.
+        layout: of the entries.
         vllm_config: says which FlashAttention to use.
-        heads: as of :class:`vllm_kvevict.engine.worker.cpu.CPUPages`; the order here serves all attention.
+        group: as of :class:`vllm_kvevict.engine.worker.cpu.CPUPages`; the order here serves all attention.
     """
 
     uses_triton = True
 
-    def __init__(
-        self, storage: Tensor, page_size: int, vllm_config: Any, heads: tuple[int, int] | None = None
-    ):
-        self.storage, self.page_size = storage, page_size
-        self.head_dim = head_dim_of(storage, page_size)
-        pages = storage.view(storage.shape[0], 2, page_size, 1, self.head_dim)
+    def __init__(self, storage: Tensor, layout: KVLayout, vllm_config: Any, group: int | None = None):
+        self.storage, self.page_size = storage, layout.page_size
+        head_dim = layout["key"].numbers
+        pages = storage.view(storage.shape[0], 2, self.page_size, 1, head_dim)
         self.key_pages, self.value_pages = pages.unbind(1)
         self.flash_attention = None
         if storage.dtype in FLASH_ATTENTION_DTYPES:
             with set_current_vllm_config(vllm_config):
-                self.flash_attention = get_flash_attn_version(head_size=self.head_dim)
+                self.flash_attention = get_flash_attn_version(head_size=head_dim)
 
     def write(self, storage: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
         """Write entries into pages of any storage; arguments as of :meth:`Pages.write`."""

@@ -24,7 +24,7 @@ class Pages(Protocol):
         """Write entries into pages of any storage.
 
         Args:
-            storage: [pages, page_elements], as of :mod:`vllm_kvevict.cache.format`.
+            storage: [pages, page_elements], as of :mod:`vllm_kvevict.kernels.layout`.
             keys, values: [N, head_dim].
             entry_slots: int64 [N], page * page_size + offset; what is negative is skipped.
         """

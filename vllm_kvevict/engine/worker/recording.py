@@ -10,6 +10,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.engine.worker.runtime import get_runtime
+from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.policies import LayerScores
 from vllm_kvevict.schedules.evictor import Evictor
 from vllm_kvevict.schedules.plan import Admission
@@ -140,33 +141,10 @@ def take_decisions(worker: Any) -> list[Decision]:
     return decisions
 
 
-@dataclass
-class Layout:
-    """A rank's layers and pages.
-
-    Attributes:
-        layers: numbers, within the model, of the rank's layers that are evicted.
-        num_model_kv_heads: KV heads of the model in each of them.
-        page_size: tokens of one KV head in a page.
-        page_bytes: memory of a page.
-    """
-
-    layers: list[int]
-    num_model_kv_heads: int
-    page_size: int
-    page_bytes: int
-
-
-def layout(worker: Any) -> Layout:
-    """How the rank stores KV."""
-    runtime = get_runtime()
-    cache = runtime.rank.cache
-    return Layout(
-        sorted(map(extract_layer_index, runtime.rank.layer_index)),
-        runtime.vllm_config.model_config.get_total_num_kv_heads(),
-        cache.page_size,
-        cache.storage[0].nbytes,
-    )
+def layout(worker: Any) -> tuple[list[int], KVLayout]:
+    """Numbers, within the model, of the rank's layers that are evicted; and how they store KV."""
+    rank = get_runtime().rank
+    return sorted(map(extract_layer_index, rank.layer_index)), rank.cache.memory.layout
 
 
 def evictions(ranks: Sequence[Sequence[Decision]]) -> dict[str, list[KeptByLayer]]:

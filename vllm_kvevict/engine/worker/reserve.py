@@ -11,7 +11,7 @@ from vllm.distributed import get_pp_group
 from vllm.platforms import current_platform
 
 from vllm_kvevict.engine.config import Options
-from vllm_kvevict.engine.memory import evicted_layers_of_stages
+from vllm_kvevict.engine.memory import evicted_layers_of_stages, layout_of
 from vllm_kvevict.schedules.ring import QueryRing
 
 
@@ -33,15 +33,15 @@ def allocate_ring(vllm_config: Any, options: Options, device: torch.device) -> Q
     answer = options.decoding.default_phase
     if answer is None or not answer.keeps_queries:
         return None
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model, layout = vllm_config.model_config, layout_of(vllm_config)
     layers = _evicted_layers(vllm_config)
     each = answer.positions[0] - answer.begins
-    entry = 2 * layers * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
+    entry = layers * layout.rows * layout.entry_bytes
     # No less than the KV cache will have, which is not known yet.
     kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes or current_platform.get_device_total_memory()
     answers_at_once = max(1, -(-kv_bytes // (entry * each)))
     parts = min(vllm_config.scheduler_config.max_num_seqs, answers_at_once)
-    heads = model.get_num_attention_heads(parallel)
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
     shape = layers, parts + 1, answer.window, heads, model.get_head_size()
     return QueryRing(
         torch.empty(shape, dtype=model.dtype, device=device).fill_(0),
