@@ -64,7 +64,7 @@ class PendingEviction:
         return said
 
 
-@dataclass
+@dataclass(slots=True)
 class Account:
     """One request in flight: what it holds, what is promised to its prefill, what it may hold at its end.
 

@@ -65,7 +65,7 @@ class OtherLayers:
             soon += account.beside[0] if account.is_reading else account.beside[1]
             later += account.beside[1]
         now = self._blocks.of_others
-        if max([new.num_preemptions + 1, *(account.epoch for account in accounts)]) <= PATIENCE:
+        if new.num_preemptions < PATIENCE and all(account.epoch <= PATIENCE for account in accounts):
             later = now
         # Blocks behind a window are given back a step late.
         return self._with_blocks(while_read, max(soon, now)), self._with_blocks(at_end, later)
