@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import vllm_kvevict.engine  # noqa: F401
+from vllm_kvevict.engine import memory
 from vllm_kvevict.engine.config import KVEvictionError, options_of
 from vllm_kvevict.engine.frontend.requests import _check_generate
 from vllm_kvevict.engine.memory import bounds_of, check_fits, engines_of_front_end, longest_step
 from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
+from vllm_kvevict.engine.worker import worker
+from vllm_kvevict.kernels.layout import Field
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
 
 TAKE = {"take_chunk": 1024, "take_probe": 32, "take_warmup_budget": 1024}
@@ -149,6 +153,26 @@ def test_an_answer_that_might_not_fit_is_refused_before_a_stream_begins(models) 
     asking.min_tokens = 5633
     _check_generate(engine, prompt, asking)
     assert asking.max_tokens == 6000
+
+
+def test_what_lies_aside_takes_its_part_of_the_memory(models, monkeypatch) -> None:
+    """Of a server that keeps a score of two bytes beside entries of 256."""
+    vllm_config = configure(models, kv_eviction="snapkv")
+    plain, plans = memory.layout_of(vllm_config), [options_of(vllm_config).plan(5000)]
+    needed = memory.bytes_for(vllm_config, plans, 5000)
+    layout = replace(plain, fields=(*plain.fields, Field("score", 1, "float16", aside=True)))
+    for module in (memory, worker):
+        monkeypatch.setattr(module, "layout_of", lambda *_: layout)
+    more = memory.bytes_for(vllm_config, plans, 5000)
+    assert (layout.page_bytes, layout.aside_bytes) == (32 * 256, 32 * 2) and 256 * more == 258 * needed
+
+    class Found:
+        def determine_available_memory(self) -> int:
+            return more
+
+    runtime = SimpleNamespace(take_reserve=lambda: None, vllm_config=vllm_config)
+    monkeypatch.setattr(worker, "get_runtime", lambda: runtime)
+    assert type("Worker", (worker._EvictionMixin, Found), {})().determine_available_memory() == needed
 
 
 def test_memory_for_everything_needs_no_check(models) -> None:
