@@ -140,17 +140,15 @@ def test_blank_pages_are_zero_and_others_stay(order, dtype):
 
 def quantised():
     """Pages of 8-bit keys and values with scales before the values, and scores aside; each has bytes of its own."""
-    fields = [("key", 33, "uint8"), ("scale", 1, "float32"), ("value", 7, "uint8"), ("score", 1, "float16")]
-    layout = KVLayout(16, 1, 1, tuple(Field(*field, aside=field[0] == "score") for field in fields))
-    sizes = {"key": (0, 33), "scale": (16 * 33 // 4, 1), "value": (16 * 37, 7)}
-    parts = {name: Part.in_rows(start, 16, numbers) for name, (start, numbers) in sizes.items()}
+    in_page = {"key": (33, "uint8"), "scale": (1, "float32"), "value": (7, "uint8")}
+    fields = [Field(name, *of) for name, of in in_page.items()]
+    layout = KVLayout(16, 1, 1, (*fields, Field("score", 1, "float16", aside=True)))
+    starts = [0, 16 * 33 // 4, 16 * 37]  # in numbers of each
+    parts = {x.name: Part.in_rows(start, 16, x.numbers) for x, start in zip(fields, starts, strict=True)}
 
-    def write(storage, key, scale, value, slots):
-        pages = storage.view(len(storage), -1)
-        for start, numbers in ((0, key), (16 * 33, scale), (16 * 37, value)):
-            byte = numbers.contiguous().view(torch.uint8)
-            at = start + slots[:, None] % 16 * byte.shape[1] + torch.arange(byte.shape[1])
-            pages[slots[:, None] // 16, at] = byte
+    def write(storage, *entries):
+        for part, numbers in zip(parts.values(), entries[:-1], strict=True):
+            part.view(storage.view(numbers.dtype))[entries[-1] // 16, entries[-1] % 16] = numbers
 
     memory = PageMemory(torch.zeros(4, layout.page_bytes, dtype=torch.uint8), layout, parts, write)
     entries = {"key": torch.randint(256, (64, 33)).to(torch.uint8), "scale": torch.randn(64, 1)}

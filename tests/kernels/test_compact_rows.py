@@ -100,9 +100,9 @@ def test_the_cache_keeps_the_same_without_it(first, device):
     stay = [0] * 6 if first is None else first
     kept = [_subset(100 - n, (100 - n) // 3, n).to(device) for n in stay]
     for triton in (False, True):
-        sizes = {"num_layers": 2, "num_kv_heads": 3, "page_size": 32, "max_requests": 1}
+        sizes = {"num_layers": 2, "num_kv_heads": 3, "page_size": 32, "max_requests": 1, "triton": triton}
         write = writer(32, plain, plain)
-        caches.append(WritableCache(content.clone(), **sizes, write=write, triton=triton, more=[aside]))
+        caches.append(WritableCache(content.clone(), **sizes, write=write, more=[aside]))
         slot = caches[-1].open()
         caches[-1].extend([slot], [100])
         caches[-1].storage.copy_(content)

@@ -35,7 +35,7 @@ class RowTables:
     tables: PageTables
     lengths: RowLengths
 
-    @property
+    @cached_property
     def page_size(self) -> int:
         """Entries of a page."""
         return self.memory.layout.page_size

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,19 +159,16 @@ def test_what_lies_aside_takes_its_part_of_the_memory(models, monkeypatch) -> No
     vllm_config = configure(models, kv_eviction="snapkv")
     plain, plans = memory.layout_of(vllm_config), [options_of(vllm_config).plan(5000)]
     needed = memory.bytes_for(vllm_config, plans, 5000)
-    layout = replace(plain, fields=(*plain.fields, Field("score", 1, "float16", aside=True)))
+    layout = dataclasses.replace(plain, fields=(*plain.fields, Field("score", 1, "float16", aside=True)))
     for module in (memory, worker):
         monkeypatch.setattr(module, "layout_of", lambda *_: layout)
     more = memory.bytes_for(vllm_config, plans, 5000)
     assert (layout.page_bytes, layout.aside_bytes) == (32 * 256, 32 * 2) and 256 * more == 258 * needed
 
-    class Found:
-        def determine_available_memory(self) -> int:
-            return more
-
     runtime = SimpleNamespace(take_reserve=lambda: None, vllm_config=vllm_config)
     monkeypatch.setattr(worker, "get_runtime", lambda: runtime)
-    assert type("Worker", (worker._EvictionMixin, Found), {})().determine_available_memory() == needed
+    found = type("Found", (), {"determine_available_memory": lambda self: more})
+    assert type("Worker", (worker._EvictionMixin, found), {})().determine_available_memory() == needed
 
 
 def test_memory_for_everything_needs_no_check(models) -> None:
