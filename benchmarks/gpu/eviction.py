@@ -10,7 +10,7 @@ activations and sampling are left out, so a share of it is rather too high.
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from statistics import median
 from typing import NoReturn
@@ -105,7 +105,8 @@ class Prompt:
         def received(query: Tensor, table: Tensor, n: int, scale: float, softcap: float, rows: str) -> Tensor:
             return window_attention(query, self.storage, PAGE, table, n, scale, softcap, rows)
 
-        memory = PageMemory.probe(self.storage, common.LAYOUT, write)
+        layout = replace(common.LAYOUT, rows=KV_HEADS)
+        memory = PageMemory.probe(self.storage, layout, write)
         self.cache = PagedKVCache(memory, num_layers=layers, max_requests=1, triton=True)
 
         def none(*_: int) -> NoReturn:
