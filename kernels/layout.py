@@ -61,7 +61,7 @@ class KVLayout:
         )
 
     def __getitem__(self, name: str) -> Field:
-        return next(field for field in self.fields if field.name == name)
+        return {field.name: field for field in self.fields}[name]
 
     @property
     def in_page(self) -> tuple[Field, ...]:

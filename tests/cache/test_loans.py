@@ -64,7 +64,13 @@ def test_the_checksum_of_a_shared_entry_tells_whether_anybody_wrote_to_it(cache)
     checksum = loans.checksum(7)
     append(cache, cache.open([(7, None)]), 40)
     assert loans.checksum(7) == checksum
-    cache.memory.asides[0][loans[7].pages[-1], 0] += 1
+    for memory in (cache.storage, *cache.memory.asides):
+        for page in loans[7].pages[[0, -1]]:
+            memory[page, 0] += 1
+            assert loans.checksum(7) != checksum
+            memory[page, 0] -= 1
+    pages = loans[7].pages[:2]
+    cache.storage[pages] = cache.storage[pages.flip(0)]
     assert loans.checksum(7) != checksum
     with pytest.raises(ValueError, match="there is no shared entry 8"):
         loans.checksum(8)

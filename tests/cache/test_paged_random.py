@@ -281,7 +281,7 @@ class Model:
 
     def check_entries(self, row, found):
         want = self.entries(torch.tensor(row, dtype=torch.int64))
-        assert all(map(torch.equal, found, want.values()))
+        assert all(torch.equal(*pair) for pair in zip(found, want.values(), strict=True))
 
     def check_counts(self):
         self.cache.verify()

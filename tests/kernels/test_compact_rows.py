@@ -131,3 +131,4 @@ def launches() -> Iterator[Callable[[], object]]:
     first = torch.tensor([40, 0])
     arguments = _arguments(2, 3, 32, 128, torch.bfloat16, "cpu")
     yield partial(compact_rows, *arguments, torch.arange(5), starts, first)
+    yield partial(compact_rows, *arguments, torch.arange(5), starts, parts=1)

@@ -25,8 +25,3 @@ def test_the_longer_form_is_the_overhead():
     assert RepeatPrompts((1,) * 30, (), ()).overhead == 30
     assert RepeatPrompts((), (), ()).overhead == HINT
     assert RepeatPrompts((), (), ()).rows(range(100), 20, 22) == [*range(12, 20), 20, 21]
-
-
-def test_lists_travel():
-    assert RepeatPrompts.from_lists(PROMPTS.to_lists()) == PROMPTS
-    assert hash(RepeatPrompts.from_lists([[1, 2], [3], [4, 5]])) == hash(PROMPTS)

@@ -16,7 +16,7 @@ class PageCount:
         tokens: the request's token count at which ``pages`` was taken.
         rows: number of (layer, KV head) rows on the rank.
         gains: ``gains[r]`` pages more after ``r`` more tokens, for 0 <= r < page_size.
-        is_upper_bound: whether the rows may hold fewer.
+        is_upper_bound: whether it is the :meth:`most` that rows hold.
     """
 
     pages: int

@@ -70,7 +70,7 @@ class Part:
         return pages, *reversed(index)
 
     def read(self, storage: torch.Tensor, pages: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Entries ``tokens`` of ``pages`` (integer tensors that broadcast to a shape S), [*S, head_dim]."""
+        """Entries ``tokens`` of ``pages`` (integer tensors that broadcast to a shape S), [*S, numbers]."""
         entries = self.view(storage)[self.at(pages, tokens)]
         return entries.flatten(entries.dim() - len(self.dim))
 
@@ -119,14 +119,8 @@ class PageMemory:
     def __init__(
         self, storage: torch.Tensor, layout: KVLayout, parts: Mapping[str, Part], write: Write
     ) -> None:
+        _check(storage, layout)
         size = layout.page_size
-        if size < 16 or size % 16:
-            raise ValueError(f"page_size must be a multiple of 16, got {size}")
-        if storage.dim() != 2 or storage[0].nbytes != layout.page_bytes or not storage.is_contiguous():
-            raise ValueError(
-                f"storage must be contiguous, in pages of {layout.page_bytes} bytes, got {list(storage.shape)} of "
-                f"{storage.dtype}"
-            )
         self.storage, self.layout, self._write = storage, layout, write
         self._tensors = {field.name: storage.view(dtype_of(field)) for field in layout.in_page}
         self.parts = dict(parts)
@@ -148,6 +142,7 @@ class PageMemory:
                 over digits.
             ValueError: a size is not possible.
         """
+        _check(storage, layout)
         size, device, fields = layout.page_elements, storage.device, layout.in_page
         ends = torch.tensor([layout.page_size * field.numbers for field in fields]).cumsum(0).tolist()
         numbers = torch.arange(size, device=device)
@@ -186,7 +181,7 @@ class PageMemory:
         return self.parts[name].read(self._tensors[name], pages, tokens)
 
     def write(self, entries: Mapping[str, torch.Tensor], entry_slots: torch.Tensor) -> None:
-        """Store entries, by the names of their fields, [N, numbers] each; slots as of :data:`Write`."""
+        """Store entries, by the names of their fields, [N, numbers] each; slots as of :data:`Write`, none negative."""
         self._write(self.storage, *(entries[field.name] for field in self.layout.in_page), entry_slots)
         for field, aside in zip(self.layout.aside, self.asides, strict=True):
             aside.view(-1, field.numbers).index_copy_(0, entry_slots, entries[field.name])
@@ -213,6 +208,17 @@ class PageMemory:
         # By odd numbers, since products lose their highest bits: those of even ones would hide some changes.
         weights = 2 * torch.arange(words.numel(), device=words.device) + 1
         return int(words.mul_(weights).sum())
+
+
+def _check(storage: torch.Tensor, layout: KVLayout) -> None:
+    if layout.page_size < 16 or layout.page_size % 16:
+        raise ValueError(f"page_size must be a multiple of 16, got {layout.page_size}")
+    page_bytes = storage.element_size() * storage.shape[-1]
+    if storage.dim() != 2 or page_bytes != layout.page_bytes or not storage.is_contiguous():
+        raise ValueError(
+            f"storage must be contiguous, in pages of {layout.page_bytes} bytes, got {list(storage.shape)} of "
+            f"{storage.dtype}"
+        )
 
 
 def _part(place: torch.Tensor, name: str) -> Part:

@@ -76,7 +76,8 @@ class ChatFacts:
         missing: why not, if they were looked for.
         lasting, whole: as of :class:`Rendered`.
         changes: whether its template writes something else each time.
-        last_read: the SamplingParams of the request that was checked last, and what was read.
+        last_read: the SamplingParams of the request that was checked last, and what was read; who changes these before
+            the engine gets the request is not checked again.
     """
 
     chat: Any = None
@@ -159,7 +160,7 @@ class RequestOptions:
             )
             raise refused(name, f"is required with {SCOPE_FLAG} {server.scope}: {reason}")
         if not chat.ends:
-            return replace(self, config=KEEPS_ALL.config, by_scope=chat.ends is not None)
+            return replace(self, config=KEEPS_ALL.config, by_scope=True)
         in_turns = server.scope == "turns"
         if in_turns:
             check_parts(self.config.policy, self.config.budget, TURNS, TURNS)
@@ -211,7 +212,7 @@ class RequestOptions:
             fields: of the request, from which these were read.
         """
         found: dict[str, Any] = dict(fields or {})
-        if self.config == KEEPS_ALL.config:
+        if self.by_scope and self.config == KEEPS_ALL.config:
             # Keeping everything takes no parameters.
             found = {name: value for name, value in found.items() if name != PARAMS} | {POLICY: "full"}
         if self.ends is not None:
@@ -267,7 +268,7 @@ def _rendered(fields: Mapping[str, Any]) -> Rendered:
     """What a route that renders has found; it comes by way of the client, so nothing of it can be relied on."""
     try:
         rendered = msgspec.convert(fields.get(RENDERED, {}), Rendered)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise not_written(str(error)) from None
     if rendered.repeat is not None and rendered.repeat.overhead > MOST_EXTRA_ROWS:
         raise not_written(f"repeat may add at most {MOST_EXTRA_ROWS} tokens to a chunk")

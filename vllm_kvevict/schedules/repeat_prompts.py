@@ -24,14 +24,8 @@ class RepeatPrompts:
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
-    @classmethod
-    def from_lists(cls, lists: Sequence[Sequence[int]]) -> "RepeatPrompts":
-        """The same from the three lists of :meth:`to_lists`."""
-        first, before, after = lists
-        return cls(tuple(first), tuple(before), tuple(after))
-
     def to_lists(self) -> list[list[int]]:
-        """A form that travels between processes."""
+        """Their token ids, for keys."""
         return [list(self.first), list(self.before), list(self.after)]
 
     @property

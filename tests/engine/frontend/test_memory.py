@@ -157,7 +157,7 @@ def test_an_answer_that_might_not_fit_is_refused_before_a_stream_begins(models) 
 def test_what_lies_aside_takes_its_part_of_the_memory(models, monkeypatch) -> None:
     """Of a server that keeps a score of two bytes beside entries of 256."""
     vllm_config = configure(models, kv_eviction="snapkv")
-    plain, plans = memory.layout_of(vllm_config), [options_of(vllm_config).plan(5000)]
+    plain, plans = memory.layout_of(vllm_config), [plan_for(options_of(vllm_config), 5000)]
     needed = memory.bytes_for(vllm_config, plans, 5000)
     layout = dataclasses.replace(plain, fields=(*plain.fields, Field("score", 1, "float16", aside=True)))
     for module in (memory, worker):

@@ -67,7 +67,7 @@ def check(cache: SegmentCache, loans: Sequence[tuple[Segment, bool]] = ()) -> No
     assert cache.held == [2 * sum(x.columns for x in segments)]
     assert cache.used() == [2 * sum(x.columns for x in segments if x.refs)]
     assert cache.used(to_the_end=True) == [2 * sum(x.columns for x in lasting)]
-    assert all(0 < x.columns <= 3 * COLUMNS for x in segments)
+    assert all(0 < x.columns <= cache._longest for x in segments)
 
 
 def test_the_longest_common_prefix_is_found():

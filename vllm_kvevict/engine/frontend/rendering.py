@@ -40,9 +40,10 @@ def _passing_on(render: Callable[..., Any]) -> Callable[..., Any]:
         if prompts and isinstance(result, GenerateRequest):
             renderer, params = self.online_renderer.renderer, result.sampling_params
             # vLLM's own threads for templates, where a chat may have to be rendered once more.
-            params.extra_args = await asyncio.get_running_loop().run_in_executor(
+            fields = await asyncio.get_running_loop().run_in_executor(
                 renderer._executor, passed_on_fields, renderer.config, renderer, prompts[-1], params
             )
+            params.extra_args = fields or None
         return result
 
     return passing_on

@@ -92,7 +92,7 @@ def _finding_repeats_in_threads(add_request: Callable[..., Any]) -> Callable[...
     async def found_before(
         self: AsyncLLM, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        found = _last_checked(prompt, params)
+        found = _last_checked(prompt, params) if options_of(self.vllm_config) else None
         if found is not None:
             options, plan = found
             if repeats_prompt(plan):
@@ -181,7 +181,7 @@ def _count_chat(options: RequestOptions, plan: Plan, facts: ChatFacts) -> None:
     """Count a chat that only the server's scope keeps whole, or whose turns change later."""
     if options.by_scope and options.rendered.lasting is not None:
         metrics.count_changing()
-    if options.by_scope and plan.keeps_all:
+    if options.by_scope and facts.ends is not None and plan.keeps_all:
         metrics.count_kept_whole("changes" if facts.changes else "short")
 
 

@@ -1,8 +1,8 @@
 """One admission of one request: what it holds on each rank, and what is promised to its prefill.
 
 An account owns what is known of its admission. What it says it holds is never less than what the workers hold, and
-exact from an eviction's last report to the next eviction. Nobody else writes to it: what happens to a request is a
-method here.
+exact from an eviction's last report to the next eviction. What happens to a request is a method here, or of its
+:class:`PendingEviction`.
 """
 
 from collections.abc import Sequence

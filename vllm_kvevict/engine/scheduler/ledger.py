@@ -333,8 +333,7 @@ class PageLedger(KVCacheManager):
     def on_claims(self, request_id: str, claims: Sequence[Claim]) -> None:
         """Answer what all ranks said of an eviction; they hear of it before their next step."""
         account = self.accounts.get(request_id)
-        if account is not None and account.epoch == claims[0].epoch:
-            assert account.pending is not None
+        if account is not None and account.epoch == claims[0].epoch and account.pending is not None:
             said = account.pending.on_claims(claims, self.books.ranks[0])
             self.outbox.answer(request_id, ArbiterAnswer(account.epoch, said))
 

@@ -1,6 +1,6 @@
 """Shared entries of each kind: a compressed prefix, a tail behind one, a segment of an uncompressed prefix.
 
-Owns nothing. Only their owners write to them: :class:`CompressedPrefixes`, :class:`Tails`, :class:`SegmentCache`.
+Owns nothing. Only their owners in ``shared/`` write to them.
 """
 
 from collections.abc import Hashable, Iterator, Sequence

@@ -67,7 +67,8 @@ class CPUPages:
     window_attention = None
 
     def __init__(self, storage: Tensor, layout: KVLayout, vllm_config: Any, group: int | None = None):
-        self.layout, self.head_dim = layout, layout["key"].numbers
+        # What is timed depends on a rank's own heads.
+        self.layout, self.head_dim = replace(layout, model_rows=layout.rows), layout["key"].numbers
         self.most_drafts = vllm_config.num_speculative_tokens if vllm_config else 0
         # vLLM names the orders of pages after instruction sets.
         self.isa, usual = (
@@ -198,7 +199,7 @@ class CPUPages:
 def _prompt_times(server: Shape) -> tuple[Path, Times]:
     """Times of reading prompts, and their file. Raises BuildError as the kernel's constructor."""
     # Of one KV head, since all do the same.
-    shape = replace(server, layout=replace(server.layout, rows=1), new_tokens=TIMED_TOKENS)
+    shape = replace(server, layout=replace(server.layout, rows=1, model_rows=1), new_tokens=TIMED_TOKENS)
     file = times_file("prefill_attention", shape)
     return file, kept(file, lambda: time_prefills(shape, lambda x: CPUPages(x, shape.layout, None)))
 

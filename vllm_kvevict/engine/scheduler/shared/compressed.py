@@ -113,7 +113,7 @@ class CompressedPrefixes(Graph[Prefix]):
         if account.prefix is not None:
             self.retain(account.prefix, request.request_id)
         begins = 0 if account.prefix is None else account.prefix.tokens
-        producer, options = (request.request_id, account.epoch), RequestOptions.of(request.sampling_params)
+        producer = request.request_id, account.epoch
         for tokens, key in self._requests.keys(request).items():
             if tokens <= begins:
                 continue
@@ -122,7 +122,7 @@ class CompressedPrefixes(Graph[Prefix]):
                     self.touch(known)
                 return
             number, held = self.outbox.new_number(), [0] * len(self.held)
-            changes = options.changes_later(tokens)
+            changes = RequestOptions.of(request.sampling_params).changes_later(tokens)
             prefix = Prefix(number, [key], held, tokens, producer, account.plan.in_turns, evict_first=changes)
             self._index(prefix)
             self._by_producer.setdefault(producer, {})[tokens] = prefix
@@ -309,8 +309,8 @@ class CompressedPrefixes(Graph[Prefix]):
         account = None if prefix.is_ready else self._requests.accounts.get(name)
         return account is not None and account.epoch == epoch
 
-    def drop_invalid(self) -> None:
-        while prefixes := list(self.droppable(self._invalid.values())):
+    def drop_invalid(self, among: Iterable[Prefix] | None = None) -> None:
+        while prefixes := list(self.droppable(self._invalid.values() if among is None else among)):
             for prefix in prefixes:
                 self.drop(prefix)
 

@@ -1,10 +1,11 @@
 """What all kinds of shared KV have in common: nodes by number and key, what follows what, who uses it, what goes.
 
 Each kind is a graph of its own, with its own rules. It owns its nodes, as counts alone: the pages are the workers',
-which know a node by its number. A node that is in use does not go, nor one that others follow; what nobody uses goes
-when its pages are needed, the least recently used first.
+which know a node by its number. A node that others follow does not go; what nobody uses goes when its pages are needed,
+the least recently used first.
 """
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import deepcopy
@@ -148,14 +149,15 @@ class Graph(Generic[N]):
 
     # What goes.
 
-    def evictable(self, keep: N | None = None) -> Iterator[N]:
+    def evictable(self, keep: N | None = None, among: Iterable[N] | None = None) -> Iterator[N]:
         """What may go, in this order, if each is dropped before the next is asked for.
 
         Args:
             keep: what stays, with all before it.
+            among: the nodes that are looked at, in their order; None: all.
         """
         kept, passed = set(keep.chain() if keep else ()), set()
-        for node in list(self):
+        for node in list(self if among is None else among):
             passed.add(node)
             last: N | None = node
             # What one followed may go now; if it was used later, its turn comes later.
@@ -178,9 +180,13 @@ class Graph(Generic[N]):
                 return
             self.drop(node)
 
-    def drop_invalid(self) -> None:
-        """Drop what no further request may begin with, as soon as it can be."""
-        for node in self.evictable() if self._invalid else ():
+    def drop_invalid(self, among: Iterable[N] | None = None) -> None:
+        """Drop what no further request may begin with, as soon as it can be.
+
+        Args:
+            among: as of :meth:`evictable`.
+        """
+        for node in self.evictable(among=among) if self._invalid else ():
             if node.is_invalid:
                 self.drop(node)
 
@@ -211,6 +217,9 @@ class Graph(Generic[N]):
             is_found = node.is_invalid or all(node in self._by_key.get(key, ()) for key in node.keys)
             if now != counted or node not in self or not is_found:
                 raise RuntimeError(f"kv eviction check: {node.kind} {node.number} is {now}, not {counted}")
+        for node in itertools.chain.from_iterable(self._by_key.values()):
+            if node.is_ready and node not in self:
+                raise RuntimeError(f"kv eviction check: {node.kind} {node.number} is found, and was dropped")
         sums = zip(self._nothing, *(node.counted for node in self), strict=True)
         if [list(map(sum, zip(*counts, strict=True))) for counts in sums] != list(self.sums):
             raise RuntimeError(f"kv eviction check: shared entries do not sum to {self.sums}")

@@ -116,7 +116,7 @@ class SegmentCache(Graph[Segment]):
     def release(self, segment: Segment, lasting: bool) -> None:
         """A request does not use them any more. Drops those that are invalid, once nobody does."""
         self._use(segment, -1, lasting)
-        self.drop_invalid()
+        self.drop_invalid(segment.chain())
 
     def _use(self, segment: Segment, more: int, lasting: bool) -> None:
         for used in segment.chain():

@@ -113,6 +113,8 @@ class SharedStore:
     def is_awaited(self, request: Request) -> bool:
         """Whether somebody else is reading what a waiting request begins with.
 
+        The reader of a compressed prefix gets its priority, if that is more urgent.
+
         Thousands may wait for the same, so that is found out once in a step: vLLM asks in its order, and who comes
         later waits for the same reader with all the more reason.
         """
