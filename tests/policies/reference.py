@@ -61,7 +61,7 @@ def largest_remainder(ideal: list[Fraction], total: int) -> list[int]:
     return out
 
 
-def pyramid(b: int, m: int, layers: int, beta: int, rounding: str) -> list[int]:
+def pyramid(b: int, m: int, layers: int, beta: int) -> list[int]:
     """Budgets without the window, layer by layer."""
     if layers == 1:
         return [b]
@@ -69,8 +69,6 @@ def pyramid(b: int, m: int, layers: int, beta: int, rounding: str) -> list[int]:
     bottom = 2 * b - top
     if bottom >= m:
         bottom, top = m, 2 * b - m
-    if rounding == "official":
-        return [bottom - i * ((bottom - top) // (layers - 1)) for i in range(layers)]
     line = [bottom - Fraction((bottom - top) * i, layers - 1) for i in range(layers)]
     return largest_remainder(line, layers * b)
 
@@ -117,8 +115,6 @@ def ada_counts(scores: Scores, b: int, alpha: float, rule: str) -> list[int]:
             counts[h] += 1
         return counts
     top = [sum(1 for _, h in order[: heads * b] if h == head) for head in range(heads)]
-    if rule == "paper":
-        a = 1 - a
     return largest_remainder([(1 - a) * f + a * b for f in top], heads * b)
 
 

@@ -34,13 +34,9 @@ def level(weights: Sequence[Fraction], caps: Sequence[int], total: int) -> list[
     raise AssertionError("there are fewer candidates than the total")
 
 
-def capped_shares(
-    counts: Sequence[int], caps: Sequence[int], total: int, alpha: float, rule: str
-) -> list[int]:
+def capped_shares(counts: Sequence[int], caps: Sequence[int], total: int, alpha: float) -> list[int]:
     """Candidates of each head, from how many of the layer's best it has, and how many it has at all."""
     a = Fraction(round(alpha * 10**6), 10**6)
-    if rule == "paper":
-        a = 1 - a
     ideal = [(1 - a) * f + a * Fraction(total, len(counts)) for f in counts]
     return reference.largest_remainder(level(ideal, caps, total), total)
 
@@ -61,7 +57,7 @@ def competing(rows: Scores, total: int, alpha: float, rule: str) -> list[int]:
     caps = [len(row) for row in rows]
     if rule != "guarantee":
         best = [sum(head == h for _, head in order[:total]) for h in range(len(rows))]
-        return capped_shares(best, caps, total, alpha, rule)
+        return capped_shares(best, caps, total, alpha)
     sure = math.floor(Fraction(round(alpha * 10**6), 10**6) * Fraction(total, len(rows)))
     counts = [min(sure, cap) for cap in caps]
     seen = [0] * len(rows)

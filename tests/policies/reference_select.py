@@ -48,7 +48,7 @@ def past_budgets(
     """Tokens per head besides the window of every layer, averaged over its heads."""
     rule = RULES[policy][0]
     if rule == "pyramid":
-        return reference.pyramid(b, m, num_layers, p["beta"], p["pyramid_rounding"])
+        return reference.pyramid(b, m, num_layers, p["beta"])
     if rule == "dynamic":
         return reference.dynamic(weights, b, m)
     return [b] * num_layers

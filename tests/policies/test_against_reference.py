@@ -33,10 +33,8 @@ CHOICES = {
     "rows": ["mean", "max", "recent"],
     "sinks": [0, 1, 4],
     "beta": [1, 2, 5, 20],
-    "pyramid_rounding": ["exact", "exact", "official"],
     "alpha": [0.0, 0.1, 0.2, 0.37, 0.5, 1.0],
-    "ada_safeguard": ["interp", "interp", "paper", "guarantee"],
-    "tp_local": [0, 1],
+    "ada_safeguard": ["interp", "interp", "guarantee"],
     "h2o_norm": ["sum", "mean"],
     "gamma": [0.0, 1.0, 200.0],
     "tau1": [0.4, 1.0, 1.6],
@@ -115,8 +113,7 @@ def check_counts(kept: list, cfg: EvictionConfig, n: int) -> None:
     skipped = cfg.params.get("skip_layers", 0)
     assert all(len(head) == n for layer in kept[:skipped] for head in layer)
     heads = [head for layer in kept[skipped:] for head in layer]
-    if cfg.params.get("pyramid_rounding") != "official":
-        assert sum(map(len, heads)) == len(heads) * cfg.budget_for(n)
+    assert sum(map(len, heads)) == len(heads) * cfg.budget_for(n)
     if cfg.evicts(n):
         window, sinks = reference.always_kept(cfg.policy, budget_of(cfg, n), cfg.params)
         fixed = {*range(sinks), *range(n - window, n)}

@@ -87,7 +87,6 @@ WRONG_VALUES = {
     "pooling": ("snapkv", "max, avg, none, decay", ("min", "", None, 1)),
     "sinks": ("streaming-llm", ">= 0", (-1, 0.5, False, "4")),
     "alpha": ("ada-snapkv", "[0, 1]", (-0.1, 1.01, NAN, True, "0.2", None)),
-    "tp_local": ("lava", "0 or 1", (2, -1, "1", 0.5)),
     "gamma": ("cake", "gamma", (-1, NAN, "1", None)),
     "tau1": ("cake", "tau1", (0, -1, NAN, float("inf"), "1")),
     "take_warmup_layers": ("take", "auto or an integer >= 0", (-1, "a")),

@@ -52,7 +52,6 @@ def test_limits_of_the_parameters(seed):
     snapkv = kept("snapkv", seed)
     assert kept("ada-snapkv", seed, alpha=1) == snapkv
     assert kept("ada-snapkv", seed, alpha=1, ada_safeguard="guarantee") == snapkv
-    assert kept("ada-snapkv", seed, alpha=0, ada_safeguard="paper") == snapkv
     assert kept("pyramidkv", seed, beta=1) == snapkv
     assert kept("ada-pyramid", seed, alpha=1) == kept("pyramidkv", seed)
     assert kept("ada-pyramid", seed, beta=1) == kept("ada-snapkv", seed)
@@ -88,7 +87,7 @@ def test_retained_score(seed, alpha):
     for policy in ("ada-snapkv", "lava-uniform"):
         assert retained(policy, alpha=0) == pytest.approx(best, rel=1e-12)
         assert retained(policy, alpha=alpha) >= uniform * (1 - 1e-12)
-    for rule in ("interp", "paper", "guarantee"):
+    for rule in ("interp", "guarantee"):
         assert retained("ada-snapkv", alpha=alpha, ada_safeguard=rule) >= uniform * (1 - 1e-12)
 
 

@@ -37,8 +37,7 @@ CHOICES = {
     "rows": ["mean", "max", "recent"],
     "sinks": [0, 1, 4],
     "alpha": [0.0, 0.2, 0.37, 1.0],
-    "ada_safeguard": ["interp", "paper", "guarantee"],
-    "tp_local": [0, 1],
+    "ada_safeguard": ["interp", "guarantee"],
     "skip_layers": [0, 2],
     "mix": [0.0, 0.1, 1.0],
     "threshold": [0.3, 0.5, 0.9],
@@ -225,7 +224,7 @@ WRONG = {
     "caps are forgotten": (
         row_heads,
         "capped_safeguard",
-        lambda counts, caps, total, alpha, rule: safeguard(counts, total // len(caps), alpha, rule),
+        lambda counts, caps, total, alpha: safeguard(counts, total // len(caps), alpha),
     ),
     "what is pinned is scored": (rows, "_part", with_pinned),
     "rows are out of place": (rows, "_part", out_of_place),

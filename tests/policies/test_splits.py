@@ -50,20 +50,9 @@ def test_pyramid_is_exact_non_increasing_and_within_bounds(shape):
     assert sum(budgets) == num_layers * b
     assert budgets == sorted(budgets, reverse=True)
     assert budgets[-1] >= 0 and budgets[0] <= m
-    assert budgets == reference.pyramid(b, m, num_layers, beta, "exact")
+    assert budgets == reference.pyramid(b, m, num_layers, beta)
     if beta == 1 or num_layers == 1:
         assert set(budgets) == {b}
-
-
-@given(pyramids())
-def test_official_rounding_overshoots_by_a_bounded_amount(shape):
-    """The authors' integer step is never too long, so budgets add up to L*b or more: at most L(L-2)/2 more."""
-    b, m, num_layers, beta = shape
-    budgets = pyramid_budgets(b, m, num_layers, beta, "official")
-    excess = sum(budgets) - num_layers * b
-    assert 0 <= 2 * excess <= max(0, num_layers * (num_layers - 2))
-    assert budgets == sorted(budgets, reverse=True)
-    assert budgets[-1] >= 0 and budgets[0] <= m
 
 
 @st.composite
@@ -87,7 +76,6 @@ def test_safeguard(counted, alpha):
     assert all(min(f, b) <= x <= max(f, b) for f, x in zip(counts, budgets, strict=True))
     by_count = [budgets[i] for i in sorted(range(len(counts)), key=lambda i: counts[i])]
     assert all(x <= y + 1 for x, y in itertools.pairwise(by_count))
-    assert safeguard(counts, b, alpha, "paper") == safeguard(counts, b, 1 - alpha)
     assert safeguard(counts, b, 0.0) == counts
     assert safeguard(counts, b, 1.0) == [b] * len(counts)
 

@@ -14,7 +14,6 @@ from vllm_kvevict.policies import (
     LayerScores,
     available,
     layer_budgets,
-    parameters,
     score_layer,
     select,
 )
@@ -70,7 +69,6 @@ QUIET_SCORES = (
     "dropkv",
 )
 QUIET_CHOICES = (*(set(QUIET_SCORES) - {"kvzip", "dropkv"}), "tova", "lava-uniform-head", "cake")
-LOCAL = [config(policy, tp_local=1) for policy in available() if "tp_local" in parameters(policy)]
 
 
 def same(kept: list, wanted: list) -> bool:
@@ -142,7 +140,7 @@ def references(kv_heads: int, query_heads: int) -> References:
     layers = layers_of_a_model(kv_heads, query_heads)
     g = torch.Generator().manual_seed(kv_heads)
     found = {}
-    for cfg in (*CONFIGS, *LOCAL):
+    for cfg in CONFIGS:
         scores = [score_layer(cfg, x, i, NUM_LAYERS) for i, x in enumerate(layers)]
         ties = given_scores(cfg, kv_heads, g)
         found[cfg] = Whole(scores, select(cfg, scores, N), ties, select(cfg, ties, N))
@@ -200,20 +198,9 @@ class Rank:
         kept = select(cfg, [slice_of(x, heads) for x in wanted.ties], N, choosing)
         assert same(kept, [layer[heads] for layer in wanted.kept_of_ties]), cfg
 
-    def check_local(self, cfg: EvictionConfig) -> None:
-        """tp_local: the same scores, of which a rank chooses as if its own heads were the whole layer."""
-        given = [slice_of(x, self.heads) for x in self.wanted[cfg].ties]
-        for layers in (self.scores(cfg, self.comm), given):
-            assert same(select(cfg, layers, N, self.silent), select(cfg, layers, N)), cfg
-            if cfg.policy in reference_select.DYNAMIC:
-                one = with_budgets(cfg, layers)[1:2]
-                assert same(select(cfg, one, N, self.silent), select(cfg, one, N)), cfg
-
     def check_all(self) -> None:
         for cfg in CONFIGS:
             self.check(cfg)
-        for cfg in LOCAL:
-            self.check_local(cfg)
 
 
 def worker(rank: int, init: str, wanted: dict[tuple[int, int], References]) -> None:

@@ -170,7 +170,7 @@ def _admission(admission: Admission, numbers: Numbers) -> list[Any]:
     how = [admission.by_layer, admission.reserved_at, numbers.of(last), segments]
     end = plan.prompt and plan.prompt.end
     tail = [] if admission.tail is None else [numbers.of(admission.tail)]
-    return [admission.request_id, admission.epoch, plan.config.label, end, *how, admission.tokens, *tail]
+    return [admission.request_id, admission.epoch, plan.config.policy, end, *how, admission.tokens, *tail]
 
 
 def _scheduled(output: SchedulerOutput, plans: Mapping[str, Plan]) -> list[list[Any]]:

@@ -1,7 +1,7 @@
 """ada-criticalkv: criticalkv's two rounds with Ada-KV's head budgets (CriticalKV: Feng et al. 2025; Ada-KV, Alg. 1-2).
 
-The heads of a layer share Hkv*(B - window) tokens by SnapKV's scores s, as in ada-snapkv (alpha=0.2, ada_safeguard,
-tp_local); each fills its share b_h in two rounds, of which the first takes floor(first*b_h), first=0.5.
+The heads of a layer share Hkv*(B - window) tokens by SnapKV's scores s, as in ada-snapkv (alpha=0.2, ada_safeguard);
+each fills its share b_h in two rounds, of which the first takes floor(first*b_h), first=0.5.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from .config import EvictionConfig
 from .criticalkv import select_in_rounds
 from .heads import adaptive_counts
 from .layer import Comm, Kept, LayerScores
-from .params import ADA_SAFEGUARD, ALPHA, TP_LOCAL
+from .params import ADA_SAFEGUARD, ALPHA
 from .registry import register
 
-PARAMETERS = (*criticalkv.PARAMETERS, ALPHA, ADA_SAFEGUARD, TP_LOCAL)
+PARAMETERS = (*criticalkv.PARAMETERS, ALPHA, ADA_SAFEGUARD)
 
 
 def select(cfg: EvictionConfig, layers: Sequence[LayerScores], n: int, comm: Comm | None) -> Kept:

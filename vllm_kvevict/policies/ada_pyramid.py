@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from . import ada_snapkv, pyramidkv
-from .params import ADA_SAFEGUARD, ALPHA, TP_LOCAL
+from .params import ADA_SAFEGUARD, ALPHA
 from .registry import register
 
 register(
@@ -12,7 +12,7 @@ register(
         name="ada-pyramid",
         summary="as ada-snapkv, with pyramidkv's layer budgets",
         source="Ada-KV Alg. 2",
-        parameters=(*pyramidkv.PARAMETERS, ALPHA, ADA_SAFEGUARD, TP_LOCAL),
+        parameters=(*pyramidkv.PARAMETERS, ALPHA, ADA_SAFEGUARD),
         layer_budgets=pyramidkv.layer_budgets,
         decodes=False,
     )

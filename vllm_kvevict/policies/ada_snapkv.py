@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from . import snapkv
 from .heads import best_of_each_layer
-from .params import ADA_SAFEGUARD, ALPHA, TP_LOCAL
+from .params import ADA_SAFEGUARD, ALPHA
 from .registry import register
 
-PARAMETERS = (*snapkv.PARAMETERS, ALPHA, ADA_SAFEGUARD, TP_LOCAL)
+PARAMETERS = (*snapkv.PARAMETERS, ALPHA, ADA_SAFEGUARD)
 
 POLICY = replace(
     snapkv.POLICY,

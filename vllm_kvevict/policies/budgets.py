@@ -22,16 +22,14 @@ def split_exact(numerators: Sequence[int], denominator: int, total: int) -> list
     return shares
 
 
-def pyramid_budgets(b: int, m: int, num_layers: int, beta: int, rounding: str = "exact") -> list[int]:
+def pyramid_budgets(b: int, m: int, num_layers: int, beta: int) -> list[int]:
     """Tokens per KV head that each layer keeps besides the window, falling from bottom to top.
 
     b: average over layers; m: number of candidates, b <= m. PyramidKV eq. 1-2: the top layer gets b//beta,
     the bottom one 2b - b//beta, those between lie on a line; where the bottom layer would exceed m, the
-    line is turned about its middle. beta=1 is uniform, as is a single layer.
-
-    rounding="exact": sum == num_layers*b, non-increasing, each in 0..m. rounding="official": the integer
-    step floor((high-low)/(L-1)) of the authors' code, for comparison with it; the top layers then lie above
-    the line, and the sum exceeds L*b by up to L(L-2)/2 tokens per head.
+    line is turned about its middle. beta=1 is uniform, as is a single layer. The sum is num_layers*b, the
+    budgets do not increase, and each is in 0..m. (The authors' code rounds the step between layers down, so
+    its sum exceeds num_layers*b.)
     """
     if num_layers == 1:
         return [b]
@@ -40,9 +38,6 @@ def pyramid_budgets(b: int, m: int, num_layers: int, beta: int, rounding: str = 
     if high >= m:
         low, high = 2 * b - m, m
     steps = num_layers - 1
-    if rounding == "official":
-        step = (high - low) // steps
-        return [high - layer * step for layer in range(num_layers)]
     numerators = [high * steps - (high - low) * layer for layer in range(num_layers)]
     return split_exact(numerators, steps, num_layers * b)
 
@@ -103,22 +98,20 @@ def guaranteed_tokens(alpha: float, b: int) -> int:
     return round(alpha * MILLION) * b // MILLION
 
 
-def safeguard(counts: Sequence[int], b: int, alpha: float, rule: str = "interp") -> list[int]:
+def safeguard(counts: Sequence[int], b: int, alpha: float) -> list[int]:
     """Head budgets from adaptive counts: Ada-KV's safeguard against starved heads (Alg. 2 line 8).
 
-    counts[h]: how many of the layer's len(counts)*b best entries belong to head h. "interp" gives
-    (1-alpha)*counts[h] + alpha*b, as the authors' code does: alpha=1 is uniform, alpha=0 fully adaptive.
-    "paper" swaps the two weights, which is the algorithm as printed. Both are rounded by largest
+    counts[h]: how many of the layer's len(counts)*b best entries belong to head h. Head h gets
+    (1-alpha)*counts[h] + alpha*b, as in the authors' code: alpha=1 is uniform, alpha=0 fully adaptive. (The
+    algorithm as printed swaps the two weights: its alpha is 1-alpha here.) Shares are rounded by largest
     remainder to the exact total.
     """
-    uniform = _uniform_part(alpha, rule)
+    uniform = round(alpha * MILLION)
     numerators = [(MILLION - uniform) * count + uniform * b for count in counts]
     return split_exact(numerators, MILLION, len(counts) * b)
 
 
-def capped_safeguard(
-    counts: Sequence[int], caps: Sequence[int], total: int, alpha: float, rule: str = "interp"
-) -> list[int]:
+def capped_safeguard(counts: Sequence[int], caps: Sequence[int], total: int, alpha: float) -> list[int]:
     """`safeguard` of heads that have different numbers of candidates, none of which gets more than it has.
 
     counts[h]: how many of the layer's `total` best candidates belong to head h; caps[h]: how many it has. The shares
@@ -126,7 +119,7 @@ def capped_safeguard(
     others share the rest in the same proportions, until nobody would; then largest remainder, ties to the lower head.
     Where no cap is reached it is what `safeguard` gives. total must be sum(counts), and so at most sum(caps).
     """
-    uniform = _uniform_part(alpha, rule)
+    uniform = round(alpha * MILLION)
     weights = [(MILLION - uniform) * count * len(counts) + uniform * total for count in counts]
     shares, left, sharing = [0] * len(caps), total, list(range(len(caps)))
     while left:
@@ -143,9 +136,3 @@ def capped_safeguard(
         for h, share in zip(sharing, rounded, strict=True):
             shares[h] = share
     return shares
-
-
-def _uniform_part(alpha: float, rule: str) -> int:
-    """How much of a head's share all heads get alike, in millionths."""
-    uniform = round(alpha * MILLION)
-    return MILLION - uniform if rule == "paper" else uniform

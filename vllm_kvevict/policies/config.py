@@ -115,11 +115,6 @@ class EvictionConfig:
         return n > self.budget_for(n)
 
     @property
-    def label(self) -> str:
-        """The policy's name for logs and metrics: tp_local is another policy, so it is part of it."""
-        return f"{self.policy} (tp_local)" if self.params.get("tp_local") else self.policy
-
-    @property
     def needs(self) -> frozenset[str]:
         """Names of `inputs`."""
         return frozenset(what.name for what in self.inputs)

@@ -10,7 +10,7 @@ lift: tokens in order of a[h, i] = mean over hq and r of A, at most B - window o
       past mass (sum_i a) that they hold stays below mass=0.9 less the window's mass, get the layer's largest s
 
 Factors with a divisor of 0 are 0, and a head without past mass lifts nothing. The best Hkv*(B - window) candidates of
-the layer stay, whichever heads they belong to, and each head's window=32. tp_local as in ada-snapkv.
+the layer stay, whichever heads they belong to, and each head's window=32.
 """
 
 import torch
@@ -22,15 +22,14 @@ from .heads import best_of_each_layer
 from .inputs import Q_WINDOW, VALUES, W_O
 from .layer import Comm, LayerInputs, LayerScores
 from .norms import projected_norms
-from .params import TP_LOCAL, WINDOW, kernel_width, measured, unit_interval
+from .params import WINDOW, kernel_width, measured, unit_interval
 from .registry import Policy, register
 
-SCORING = (
+PARAMETERS = (
     WINDOW,
     measured(kernel_width(5), 31),
     unit_interval("mass", 0.9),
 )
-PARAMETERS = (*SCORING, TP_LOCAL)
 
 
 def score(

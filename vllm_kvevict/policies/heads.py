@@ -75,23 +75,21 @@ def adaptive_counts(
     Parameters that count, where the policy has them: alpha (else 0) and ada_safeguard (else "interp"), as in
     `safeguard`; "guarantee": each head first owns its floor(alpha*b) best, the rest goes to the best of the
     layer. Without the safeguard (alpha=0) the kept score is the largest possible for that many entries (Ada-KV
-    theorem 3.3). Under tensor parallelism the heads of all ranks compete, unless tp_local keeps the competition
-    within each rank; the counts are those of this rank's heads.
+    theorem 3.3). Under tensor parallelism the heads of all ranks compete; the counts are those of this rank's
+    heads.
     """
     params = cfg.params
-    alpha, rule = params.get("alpha", 0.0), params.get("ada_safeguard", "interp")
-    if params.get("tp_local"):
-        comm = None
+    alpha, is_guaranteed = params.get("alpha", 0.0), params.get("ada_safeguard") == "guarantee"
     keys = [_keys(layer, n - cfg.window_for(n), comm) for layer in layers]
     heads = layers[0].num_kv_heads if comm is None else comm.num_kv_heads_total
-    own = [guaranteed_tokens(alpha, b) if rule == "guarantee" else 0 for b in budgets]
+    own = [guaranteed_tokens(alpha, b) if is_guaranteed else 0 for b in budgets]
     counted = count_best(keys, [heads * b for b in budgets], own, comm)
-    if rule == "guarantee":
+    if is_guaranteed:
         return keys, counted.tolist()
     if comm is not None:
         counted = comm.gather_heads(counted.T).T
     # All counts come to the host in one transfer.
-    shares = [safeguard(counts, b, alpha, rule) for counts, b in zip(counted.tolist(), budgets, strict=True)]
+    shares = [safeguard(counts, b, alpha) for counts, b in zip(counted.tolist(), budgets, strict=True)]
     return keys, shares if comm is None else [counts[comm.local_heads] for counts in shares]
 
 
@@ -101,15 +99,13 @@ def most_candidates(cfg: EvictionConfig, b: int, m: int, local: int, heads: int)
     b: candidates per head on average. m: candidates that each head has. For whoever needs room before there are scores;
     without competition, or where all competing heads are meant, it is the number they are given.
     """
-    if not cfg.heads_compete or cfg.params.get("tp_local") or local == heads:
+    if not cfg.heads_compete or local == heads:
         return local * min(b, m)
-    alpha, rule = cfg.params.get("alpha", 0.0), cfg.params.get("ada_safeguard", "interp")
-    if rule == "guarantee":
+    alpha, is_guaranteed = cfg.params.get("alpha", 0.0), cfg.params.get("ada_safeguard") == "guarantee"
+    if is_guaranteed:
         own = guaranteed_tokens(alpha, b)
         return local * own + min(heads * (b - own), local * (m - own))
     uniform = round(alpha * MILLION)
-    if rule == "paper":
-        uniform = MILLION - uniform
     won = min(heads * b, local * m)
     # Each head's share is rounded up at most.
     rounding = local if uniform else 0

@@ -25,7 +25,7 @@ from .heads import best_of_each_layer
 from .inputs import Q_WINDOW, VALUES
 from .layer import Comm, LayerInputs, LayerScores
 from .norms import value_norms
-from .params import KERNEL, POOLING, TP_LOCAL, WINDOW, choice, measured, unit_interval
+from .params import KERNEL, POOLING, WINDOW, choice, measured, unit_interval
 from .registry import Policy, register
 
 SCORING = (
@@ -34,7 +34,7 @@ SCORING = (
     measured(POOLING, "decay"),
     choice("gqa", "max", "mean"),
 )
-PARAMETERS = (*SCORING, unit_interval("alpha", 0.0), TP_LOCAL)
+PARAMETERS = (*SCORING, unit_interval("alpha", 0.0))
 
 
 def score(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from . import lava, lava_uniform, pyramidkv
-from .params import BETA, PYRAMID_ROUNDING
+from .params import BETA
 from .registry import register
 
 register(
@@ -11,7 +11,7 @@ register(
         lava_uniform.POLICY,
         name="lava-pyramid",
         summary="lava's scores, pyramidkv's layer budgets, heads compete",
-        parameters=(*lava.PARAMETERS, BETA, PYRAMID_ROUNDING),
+        parameters=(*lava.PARAMETERS, BETA),
         layer_budgets=pyramidkv.layer_budgets,
     )
 )

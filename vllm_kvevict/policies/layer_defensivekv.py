@@ -1,7 +1,6 @@
 """layer-defensivekv: defensivekv's scores, all heads of all layers sharing one budget (DefensiveKV: Feng et al. 2025).
 
-The L*Hkv*(B - window) best candidates of the whole model stay (`whole_model`). Parameters as in defensivekv, without
-tp_local.
+The L*Hkv*(B - window) best candidates of the whole model stay (`whole_model`). Parameters as in defensivekv.
 """
 
 from dataclasses import replace
@@ -15,7 +14,7 @@ register(
         name="layer-defensivekv",
         summary="as defensivekv, all heads of all layers compete",
         select=whole_model.select_best,
-        parameters=defensivekv.SCORING,
+        parameters=defensivekv.PARAMETERS,
         schedule="by score",
         heads_compete=False,
     )

@@ -116,16 +116,6 @@ def _number(name: str, default: float, which: str, accepts: Callable[[float], bo
     return Parameter(name, default, f"a number {which}", convert)
 
 
-def flag(name: str) -> Parameter:
-    """A parameter that takes 0 (the default) or 1, also written as false and true."""
-
-    def convert(value: object) -> int | None:
-        number = int(value) if isinstance(value, bool) else to_int(value)
-        return number if number in (0, 1) else None
-
-    return Parameter(name, 0, "0 or 1", convert)
-
-
 def or_auto(parameter: Parameter) -> Parameter:
     """The same parameter, which also takes "auto", its default."""
 
@@ -191,11 +181,8 @@ ROWS = choice("rows", *COMBINED_ROWS)
 GQA = choice("gqa", "mean", "max")
 SINKS = first_tokens(4)
 BETA = limited(integer("beta", 20, 1), MILLION)
-PYRAMID_ROUNDING = server_only(choice("pyramid_rounding", "exact", "official"))
 ALPHA = unit_interval("alpha", 0.2)
-ADA_SAFEGUARD = choice("ada_safeguard", "interp", "paper", "guarantee")
-TP_LOCAL = server_only(flag("tp_local"))
-"""1: heads share a budget only with those of their tensor-parallel rank, which is another policy."""
+ADA_SAFEGUARD = choice("ada_safeguard", "interp", "guarantee")
 
 MEANINGS = {
     "window": "last tokens that always stay; their queries score the others (0 is allowed with h2o, knorm, keydiff, "
@@ -209,10 +196,8 @@ MEANINGS = {
     "gqa": "combines the query heads that share a KV head",
     "sinks": "first tokens that always stay (up to 64 per request with kvzip)",
     "beta": "the top layer gets 1/beta of the average budget; 1 is uniform",
-    "pyramid_rounding": "`official` rounds like the authors' code, which exceeds the total",
     "alpha": "share of a head's budget that is fixed: with 0 heads compete for all, 1 is uniform",
-    "ada_safeguard": "applies `alpha` as the authors' code, as the paper, or as a minimum per head",
-    "tp_local": "1: heads compete within their tensor-parallel rank only",
+    "ada_safeguard": "applies `alpha` as the authors' code, or as a minimum per head",
     "gamma": "weight of the variance against the mean",
     "tau1": "exponent of the layer's dispersion: 1/tau1",
     "tau2": "exponent of the layer's variance: 1/tau2",

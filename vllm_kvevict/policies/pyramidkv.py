@@ -8,17 +8,16 @@ from dataclasses import replace
 from . import snapkv
 from .budgets import pyramid_budgets
 from .config import EvictionConfig
-from .params import BETA, PYRAMID_ROUNDING
+from .params import BETA
 from .registry import register
 
-PARAMETERS = (*snapkv.PARAMETERS, BETA, PYRAMID_ROUNDING)
+PARAMETERS = (*snapkv.PARAMETERS, BETA)
 
 
 def layer_budgets(cfg: EvictionConfig, n: int, num_layers: int) -> list[int]:
     """Tokens per KV head that each layer of the model keeps, window included."""
     window = cfg.window_for(n)
-    beta, rounding = cfg.params["beta"], cfg.params["pyramid_rounding"]
-    past = pyramid_budgets(cfg.budget_for(n) - window, n - window, num_layers, beta, rounding)
+    past = pyramid_budgets(cfg.budget_for(n) - window, n - window, num_layers, cfg.params["beta"])
     return [window + budget for budget in past]
 
 

@@ -106,9 +106,9 @@ def _counts_of_competing(
     totals[i]: of all heads of a layer, whose caps are caps[i].
     """
     params = cfg.params
-    alpha, rule = params.get("alpha", 0.0), params.get("ada_safeguard", "interp")
+    alpha, is_guaranteed = params.get("alpha", 0.0), params.get("ada_safeguard") == "guarantee"
     mine = slice(None) if comm is None else comm.local_heads
-    if rule == "guarantee":
+    if is_guaranteed:
         sure = [
             round(alpha * MILLION) * total // (MILLION * len(own))
             for total, own in zip(totals, caps, strict=True)
@@ -120,7 +120,7 @@ def _counts_of_competing(
     if comm is not None:
         best = comm.gather_heads(best.T).T
     shares = zip(best.tolist(), caps, totals, strict=True)
-    return [capped_safeguard(counts, own, total, alpha, rule)[mine] for counts, own, total in shares]
+    return [capped_safeguard(counts, own, total, alpha)[mine] for counts, own, total in shares]
 
 
 def _with_the_others(candidates: list[Tensor], rows: RaggedRows, window: int) -> list[Tensor]:

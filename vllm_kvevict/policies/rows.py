@@ -74,7 +74,7 @@ def budget_and_window(cfg: EvictionConfig) -> tuple[int, int]:
 
 def compete_over_ranks(cfg: EvictionConfig, comm: Comm | None) -> Comm | None:
     """The comm over which the heads of a layer compete; None where those of this rank are all that matter."""
-    return None if not cfg.heads_compete or cfg.params.get("tp_local") else comm
+    return comm if cfg.heads_compete else None
 
 
 def evicts_rows(cfg: EvictionConfig, entries: Sequence[int]) -> bool:

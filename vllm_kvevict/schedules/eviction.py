@@ -255,7 +255,7 @@ class Eviction(ABC):
         """What was done on this rank since the last complete eviction."""
         meter, pinned = self.selection.meter, self.selection.pinned
         part = PartOfEviction(
-            policy=self.phase.config.label,
+            policy=self.phase.config.policy,
             freed_pages=meter.freed_pages,
             peak_pages=meter.peak_pages,
             first_layer=self.evictor.first_layer,

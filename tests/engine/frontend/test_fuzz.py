@@ -110,11 +110,9 @@ PARAMETERS: dict[str, Values] = {
     "pooling": one_of("max", "avg", "none", "decay"),
     "gqa": one_of("mean", "max"),
     "rows": one_of("mean", "max", "recent"),
-    "pyramid_rounding": one_of("exact", "official"),
-    "ada_safeguard": one_of("interp", "paper", "guarantee"),
+    "ada_safeguard": one_of("interp", "guarantee"),
     "h2o_norm": one_of("sum", "mean"),
     "take_guide": one_of("prompt", "chunk"),
-    "tp_local": (st.sampled_from([0, 1, False, True]), st.one_of(st.integers(2, 2**63), JUNK)),
     "take_warmup_layers": (st.integers(0, 4) | st.just("auto"), at_least(0)[1]),
     "take_warmup_budget": (st.integers(1, 500) | st.just("auto"), at_least(1)[1]),
 }

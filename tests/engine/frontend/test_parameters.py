@@ -27,7 +27,7 @@ SERVER = Options.parse(
 )
 SERVERS_ALONE = {
     "take_chunk", "take_probe", "take_alpha", "take_warmup_layers", "take_warmup_budget", "take_guide", "kvzip_chunk",
-    "kvzip_sees", "tp_local", "skip_layers", "pyramid_rounding", "leverage_chunk",
+    "kvzip_sees", "skip_layers", "leverage_chunk",
 }  # fmt: skip
 
 

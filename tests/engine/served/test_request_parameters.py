@@ -7,7 +7,7 @@ from tests.engine.support.running import Answer, Ask, evicting_engine, run
 PARAMETERS = {
     "snapkv": {"window": 16, "kernel": 21, "rows": "max"},
     "lava": {"pooling": "decay", "alpha": 0.3},
-    "ada-pyramid": {"beta": 3, "ada_safeguard": "paper"},
+    "ada-pyramid": {"beta": 3, "ada_safeguard": "guarantee"},
     "kvzip": {"window": 16, "sinks": 9, "kernel": 3},
     "take": {"kernel": 1, "gqa": "max"},
 }

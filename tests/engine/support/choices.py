@@ -108,10 +108,7 @@ class Choices:
             if not config.heads_compete:
                 counts.append(np.full(sum(heads), budget))
                 continue
-            ranks = heads if config.params.get("tp_local") else [sum(heads)]
-            firsts = np.cumsum([0, *ranks])
-            parts = [order[layer, first : first + size] for first, size in zip(firsts, ranks, strict=False)]
-            counts.append(np.concatenate([_compete(config, budget, m, part, share) for part in parts]))
+            counts.append(_compete(config, budget, m, order[layer, : sum(heads)], share))
         return counts
 
     def _by_rank(self, counts: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -164,12 +161,11 @@ class Choices:
 def _compete(config: EvictionConfig, budget: int, m: int, order: np.ndarray, share) -> np.ndarray:
     """Candidates of heads that share ``budget`` per head, with what the policy guarantees each of them."""
     alpha = config.params.get("alpha", 0.0)
-    rule = config.params.get("ada_safeguard", "interp")
-    if rule == "guarantee":
+    if config.params.get("ada_safeguard") == "guarantee":
         own = guaranteed_tokens(alpha, budget)
         return own + share(order.size * (budget - own), order, m - own)
     counts = share(order.size * budget, order, m)
-    return np.array(safeguard(counts.tolist(), budget, alpha, rule))
+    return np.array(safeguard(counts.tolist(), budget, alpha))
 
 
 def even(total: int, rows: int) -> np.ndarray:

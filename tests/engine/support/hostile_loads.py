@@ -338,10 +338,8 @@ def _options(choose: random.Random, tight: bool, stages: int) -> dict[str, Any]:
         params = choose.choice(({}, WINDOW)) | params
     for name, values in {
         "alpha": (0.0, 0.2, 0.7),
-        "ada_safeguard": ("interp", "paper", "guarantee"),
-        "tp_local": (0, 1),
+        "ada_safeguard": ("interp", "guarantee"),
         "beta": (5, 20),
-        "pyramid_rounding": ("exact", "official"),
     }.items():
         if name in known and choose.random() < 0.5:
             params[name] = choose.choice(values)

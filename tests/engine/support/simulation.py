@@ -109,7 +109,7 @@ class Resident:
     def evicted_until(self, tokens: int) -> tuple[Any, ...]:
         """What was read of its first tokens, and how they were evicted."""
         parts = [part for part in self.plan.parts if part.end <= tokens]
-        how = [(part.begins, part.end, part.config.label, part.config.items) for part in parts]
+        how = [(part.begins, part.end, part.config.policy, part.config.items) for part in parts]
         return self.prompt[:tokens], how
 
     @property
@@ -810,7 +810,7 @@ class Workers:
                     pages=pages,
                     residues=np.bincount(rows.ravel() % PAGE, minlength=PAGE).tolist(),
                     part=PartOfEviction(
-                        plan.config.label,
+                        plan.config.policy,
                         before - pages,
                         before,
                         0,
