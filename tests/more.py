@@ -58,7 +58,6 @@ RUNNERS_AND_LAYOUTS = {
     "engine/served/test_speculation.py": r"test_layers|test_drafts_take|test_requests_of_every",
     "engine/served/test_stock.py": "test_compiled",
     "engine/served/test_take.py": r"test_equals\w+\[(?!half)",
-    "engine/served/test_two_phases.py": "test_an_answer",
     "engine/served/test_v2_runner.py": r"(?!test_equals_v1\[mixed)",
 }
 PROCESSORS = {

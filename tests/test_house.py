@@ -368,9 +368,7 @@ def computes_the_size_of_an_entry(module: str, tree: ast.Module) -> Iterator[str
     """Twice a page or a head, or what asks how many bytes a number has."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and "2" in factors(node):
-            if any(
-                re.search(r"\b(page_size|head_dim|(get_)?head_size)\b", factor) for factor in factors(node)
-            ):
+            if re.search(r"\b(page_size|head_dim|(get_)?head_size)\b", " ".join(factors(node))):
                 yield ast.unparse(node)
         elif re.search(r"itemsize|element_size|dtype_size", getattr(node, "attr", getattr(node, "id", ""))):
             yield ast.unparse(node)
@@ -382,9 +380,8 @@ def test_the_layout_alone_says_how_large_an_entry_is() -> None:
     assert len(finds(check, "engine.x", wrong)) == 4
     assert not finds(check, "engine.x", "(2 * rows + 1) * page_size // 2, x.entry_bytes, 2 * n // page_size")
     found = [line for line in offenders(check) if not line.startswith(("kernels.", "cache.format: "))]
-    hold(
-        found, ["engine.scheduler.admission: 2 * page_size"]
-    )  # half a page, on average, behind a row's entries
+    # Half a page, on average, lies behind a row's entries.
+    hold(found, ["engine.scheduler.admission: 2 * page_size"])
 
 
 def is_own(node: ast.expr) -> bool:

@@ -368,8 +368,9 @@ def test_fields_of_requests(processor, request_fields):
         return processor.process_inputs("request", prompt, params, ("generate",))
 
     if not wrong:
-        expected = RequestOptions.read(require_options(processor.vllm_config), fields, PROMPT)
-        assert RequestOptions.of(process().sampling_params) == expected
+        server, found = require_options(processor.vllm_config), RequestOptions.of(process().sampling_params)
+        assert found == RequestOptions.read(server, fields, PROMPT)
+        assert found.config.policy == fields.get("kv_eviction", server.policy)
         return
     with pytest.raises(VLLMValidationError) as error:
         process()

@@ -13,7 +13,7 @@ from tests.contract.test_routes import GENERATES, RENDERS
 from tests.engine.support.chats import QUESTION, VOCAB, ask, save_byte_tokenizer
 from tests.engine.support.clients import evictions, post
 from tests.engine.support.serving import ForkedServer, RenderServer, log_evictions
-from vllm_kvevict.engine.request_options import PREFIX_LEN, TURNS
+from vllm_kvevict.engine.request_options import SCOPE_FIELDS
 
 pytestmark = pytest.mark.engine
 
@@ -82,16 +82,13 @@ def model(tmp_path_factory):
     return path
 
 
-FIELDS = {"prefix": PREFIX_LEN, "turns": TURNS}
-
-
-@pytest.fixture(scope="module", params=["prompt", *FIELDS])
+@pytest.fixture(scope="module", params=["prompt", *SCOPE_FIELDS])
 def scope(request):
     return request.param
 
 
 def sentence(scope: str, reason: str) -> str:
-    return f"{FIELDS[scope]} is required with --kv-eviction-config.scope {scope}: {reason}"
+    return f"{SCOPE_FIELDS[scope][0]} is required with --kv-eviction-config.scope {scope}: {reason}"
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +123,11 @@ def test_chats(path, scope, server, ids_of):
     prefix_len = len(ids_of(before + "<|im_start|>"))
     count = 2 if path.endswith("batch") else 1
     # Two chats with the same prefix compress it once. A decision is the token that ends the prompt's step.
-    expected_lines = 1 if scope in FIELDS else 0 if path == "/v1/systemone" else count
+    expected_lines = 1 if scope in SCOPE_FIELDS else 0 if path == "/v1/systemone" else count
     lines = evictions(server, expected_lines, start)
     found = re.search(r"'(?:prompt|input)_tokens': (\d+)", str(answer))
     assert found
-    expected = prefix_len if scope in FIELDS else int(found[1]) // count
+    expected = prefix_len if scope in SCOPE_FIELDS else int(found[1]) // count
     assert all((line["tokens"], line["policy"]) == (expected, "kvzip") for line in lines)
     assert prefix_len < int(found[1]) // count
 
@@ -143,20 +140,20 @@ def test_a_chat_may_be_rendered_first(path, scope, server):
     rendered = post(server, f"{path}/render", body)
     answer = post(server, "/inference/v1/generate", {**rendered, "output_mode": "text"})
     assert answer["choices"][0]["text"] == direct
-    first, *second = evictions(server, 1 if scope in FIELDS else 2, start)
+    first, *second = evictions(server, 1 if scope in SCOPE_FIELDS else 2, start)
     for line in second:
         assert {name: line[name] for name in SAME} == {name: first[name] for name in SAME}
 
 
 def test_a_chat_whose_question_is_not_found_is_not_rendered(scope, server):
     body = {**CHATS["/v1/chat/completions"](chat("cut")), "truncate_prompt_tokens": 100}
-    status = 400 if scope in FIELDS else 200
+    status = 400 if scope in SCOPE_FIELDS else 200
     for path in ("/v1/chat/completions", "/v1/chat/completions/render"):
         answer = post(server, path, body, status)
         assert status == 200 or sentence(scope, "the chat may have been cut") in answer
 
 
-@pytest.mark.parametrize("scope", FIELDS, indirect=True)
+@pytest.mark.parametrize("scope", SCOPE_FIELDS, indirect=True)
 def test_a_server_that_only_renders(scope, server, model, tmp_path):
     """It has the same flags, and no engine."""
     body, start = CHATS["/v1/chat/completions"](chat("another server")), len(server.evictions)
@@ -164,7 +161,7 @@ def test_a_server_that_only_renders(scope, server, model, tmp_path):
         rendered = post(renders, "/v1/chat/completions/render", body)
     fields = post(server, "/v1/chat/completions/render", body)["sampling_params"]["extra_args"]
     assert rendered["sampling_params"]["extra_args"] == fields
-    assert fields.keys() == {FIELDS[scope], "kv_rendered"}
+    assert fields.keys() == {SCOPE_FIELDS[scope][0], "kv_rendered"}
     rendered["model"] = server.model
     direct = RENDERED["/v1/chat/completions"](post(server, "/v1/chat/completions", body))
     answer = post(server, "/inference/v1/generate", {**rendered, "output_mode": "text"})
@@ -183,12 +180,12 @@ def test_prompts(path, scope, server, ids_of):
 
     start = len(server.evictions)
     send({"kv_prefix_len": 200})
-    if scope in FIELDS:
+    if scope in SCOPE_FIELDS:
         assert sentence(scope, NOT_RENDERED) in send({}, 400)
     else:
         send({})
     count = len(ids_of(document(path)))
-    expected = [200] if scope in FIELDS else [200, count]
+    expected = [200] if scope in SCOPE_FIELDS else [200, count]
     assert [line["tokens"] for line in evictions(server, len(expected), start)] == expected
     beams = {"prompt": QUESTION, "max_tokens": 8, "use_beam_search": True, "n": 2}
     assert "beam search cannot be used" in post(server, "/v1/completions", beams, 400)

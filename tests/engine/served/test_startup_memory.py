@@ -24,9 +24,8 @@ def memory_for(model):
     additional = {"kv_eviction": OPTIONS}
     config = EngineArgs(str(model), additional_config=additional, **SETTINGS).create_engine_config()
     options = require_options(config)
-    plans = [
-        plan_for(options, LENGTH, {"kv_eviction": policy, "kv_budget": 0.5}) for policy in ("full", "snapkv")
-    ]
+    fields = [{"kv_eviction": policy, "kv_budget": 0.5} for policy in ("full", "snapkv")]
+    plans = [plan_for(options, LENGTH, given) for given in fields]
     needed = bytes_for(config, plans, LENGTH)
     places = max(map(LayerMap.predicted(config).places, stages_of(config)))
     return needed, places * config.cache_config.block_size * 2 * (2 * 32 * 4)

@@ -115,9 +115,8 @@ def render(
         chat_template=template, chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **kwargs}
     )  # fmt: skip
     _, (prompt,) = renderer.render_chat([messages], params, tok_params)
-    if facts_of(prompt).ends is None:
-        return prompt, None
-    return prompt, decoded(renderer, prompt["prompt_token_ids"][: prefix_len_of(prompt)])
+    ends = facts_of(prompt).ends
+    return prompt, None if ends is None else decoded(renderer, prompt["prompt_token_ids"][: ends[-1]])
 
 
 def prefix_len_of(prompt: Any) -> int:
