@@ -19,7 +19,7 @@ from vllm.entrypoints.cli.openai import CompleteCommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvevict.engine import versions
-from vllm_kvevict.engine.config import REQUEST_FIELDS
+from vllm_kvevict.engine.request_options import REQUEST_FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = ("docker", "ray", "pip", "curl", "git", "rm", "twine", "export", "cd")

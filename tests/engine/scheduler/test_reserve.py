@@ -26,6 +26,7 @@ from vllm_kvevict.engine.scheduler.reserve import Reserve
 from vllm_kvevict.engine.worker import worker
 from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.engine.worker.runtime import get_runtime
+from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.policies import available
 from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -220,8 +221,9 @@ def test_it_is_taken_before_vllm_measures(monkeypatch) -> None:
             calls.append("measured")
             return 7
 
-    runtime = SimpleNamespace(take_reserve=lambda: calls.append("taken"))
+    runtime = SimpleNamespace(take_reserve=lambda: calls.append("taken"), vllm_config=None)
     monkeypatch.setattr(worker, "get_runtime", lambda: runtime)
+    monkeypatch.setattr(worker, "layout_of", lambda _: KVLayout.of_heads(16, 1, 1, 8, "float32"))
     assert type("Ours", (worker._EvictionMixin, Worker), {})().determine_available_memory() == 7
     assert calls == ["taken", "measured"]
 

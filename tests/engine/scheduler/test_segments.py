@@ -53,11 +53,6 @@ def use(cache: SegmentCache, prompt: str) -> None:
     cache.touch(last)
 
 
-def pages(cache: SegmentCache) -> int:
-    """Of all segments."""
-    return cache.held[0]
-
-
 def check(cache: SegmentCache, loans: Sequence[tuple[Segment, bool]] = ()) -> None:
     """Counters say what the segments say."""
     cache.check(segment for segment, _ in loans)
@@ -99,7 +94,7 @@ def test_the_least_recently_used_goes_first_and_none_before_its_followers():
     while cache.drop_one():
         gone.append([found(cache, "ab"), found(cache, "xy")])
     # To ask is not to use.
-    assert gone == [[2, 1], [2, 0], [1, 0], [0, 0]] and not pages(cache)
+    assert gone == [[2, 1], [2, 0], [1, 0], [0, 0]] and not cache.held[0]
     assert len(cache.outbox.flush(None, None).drops) == 4
 
 
@@ -123,10 +118,10 @@ def test_two_that_were_read_side_by_side_do_not_hide_each_other():
     cache.store("a", None, keys("abc"), 0, 3 * COLUMNS)
     cache.store("b", None, keys("abd"), 0, 3 * COLUMNS)
     cache.new_step_starts()
-    assert pages(cache) == 6 * UNIT and found(cache, "abc") == found(cache, "abd") == 3
+    assert cache.held[0] == 6 * UNIT and found(cache, "abc") == found(cache, "abd") == 3
     use(cache, "abc")
     assert cache.drop_one() and cache.drop_one()
-    assert pages(cache) == 3 * UNIT and found(cache, "abc") == 3 and found(cache, "abd") == 2
+    assert cache.held[0] == 3 * UNIT and found(cache, "abc") == 3 and found(cache, "abd") == 2
     check(cache)
 
 
@@ -157,7 +152,7 @@ def test_after_a_reset_nothing_is_found_and_the_rest_goes_with_its_users():
     cache.retain(used, lasting=False)
     cache.begin("reader", keys("xyz"), 3)
     cache.invalidate()
-    assert found(cache, "abc") == 0 and pages(cache) == 2 * UNIT and cache.readers(keys("xyz"), 3) == ([], 0)
+    assert found(cache, "abc") == 0 and cache.held[0] == 2 * UNIT and cache.readers(keys("xyz"), 3) == ([], 0)
     # What follows it could be found, and it could not.
     assert cache.store("a", used, keys("abq"), 2 * COLUMNS, 3 * COLUMNS) is used
     cache.release(used, lasting=False)

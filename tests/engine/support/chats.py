@@ -115,8 +115,8 @@ def render(
         chat_template=template, chat_template_kwargs={"add_generation_prompt": True, "tokenize": False, **kwargs}
     )  # fmt: skip
     _, (prompt,) = renderer.render_chat([messages], params, tok_params)
-    ends = facts_of(prompt).ends
-    return prompt, None if ends is None else decoded(renderer, prompt["prompt_token_ids"][: ends[-1]])
+    prefix = decoded(renderer, prompt["prompt_token_ids"][: prefix_len_of(prompt)])
+    return prompt, None if facts_of(prompt).ends is None else prefix
 
 
 def prefix_len_of(prompt: Any) -> int:

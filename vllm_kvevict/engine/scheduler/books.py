@@ -81,16 +81,25 @@ class Books:
 
     def fits(self, account: Account, need: Need, freed: Sequence[int] | None = None) -> bool:
         """Whether every rank has room for what an account needs, if ``freed`` pages of each rank are free besides."""
-        # Asked of every request in every step: a prefill grows into what it was promised, a decode into what is free.
+        lacking = self.lacking(account, need)
+        if freed is None:
+            return max(lacking, default=0) <= 0
+        return all(lack <= more for lack, more in zip(lacking, freed, strict=True))
+
+    def lacking(self, account: Account, need: Need) -> list[int]:
+        """How many pages of each rank would have to be free besides, for what an account needs; 0 or less for none.
+
+        A prefill grows into what it was promised, a decode into what nobody was.
+        """
+        # Asked of every request in every step.
         held, promises = need
         others = self.others.pages()
+        lacking = []
         for index, rank in enumerate(self.ranks):
             grows = held[index] - account.held[index]
             promise = promises[index] - account.promise[index]
             # A rank that kept more than its share of a replay is promised more than there was room for.
             promised = self.promised[index] + promise if grows + promise > 0 else 0
             elsewhere = self.cached[index] + others[index]
-            lacking = self.used[index] + elsewhere + grows + promised - rank.pages
-            if lacking > (0 if freed is None else freed[index]):
-                return False
-        return True
+            lacking.append(self.used[index] + elsewhere + grows + promised - rank.pages)
+        return lacking
