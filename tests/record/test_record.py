@@ -48,7 +48,7 @@ def test_a_change_of_the_scheduler_is_seen() -> None:
     with mock.patch.object(admission, "PATIENCE", 1):
         assert not all(is_as_before("tight", seed) for seed in range(8))
     with mock.patch.object(CompressedPrefixes, "touch", lambda cache, prefix: None):
-        assert not all(is_as_before("salts", seed) for seed in range(8))
+        assert not all(is_as_before("conversations", seed) for seed in range(4))
     with mock.patch.object(Tails, "detach", lambda tails, request, account, untold: None):
         assert not all(is_as_before("conversations", seed) for seed in range(4))
 

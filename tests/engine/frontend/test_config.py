@@ -283,5 +283,6 @@ def test_a_request_says_where_its_own_turns_end():
             in_scope(TURN_BY_TURN, None, fields)
         assert error.value.field_name == "kv_turns"
     one_token = in_scope(TURN_BY_TURN, None, {"kv_params": "window=8"}, most_output=1)
-    assert one_token == KEEPS_ALL and not one_token.by_scope
+    assert one_token == KEEPS_ALL and one_token.by_scope
     assert one_token.to_fields({"kv_params": "window=8"}) == {"kv_eviction": "full"}
+    assert in_scope(Options.parse({"policy": "full"}), None, {}).to_fields({}) == {}

@@ -285,7 +285,7 @@ def test_layers_with_other_heads_than_the_configuration_says(tmp_path):
             kv_cache_memory_bytes=1 << 24,
         )
     sentence = str(error.value)
-    assert "a-model" in sentence and "2 KV heads of 16 bfloat16 numbers, but its layers have 4" in sentence
+    assert "a-model" in sentence and "each rank has 2 KV heads, but its layers have 4" in sentence
     # The next engine of this process gets no connector of this one.
     assert not has_kv_transfer_group()
 
