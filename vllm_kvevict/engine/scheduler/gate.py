@@ -20,6 +20,9 @@ class Gate:
 
     Args:
         tokens_left: tokens of the step that is being scheduled that nobody takes so far.
+
+    Attributes:
+        is_closed: whether reserve or ring is, which is asked of all who wait without a call.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Gate:
 
     def begin_step(self) -> None:
         """Reserve and ring are open again, before anybody asks."""
-        self._reserve_is_closed = self._ring_is_closed = False
+        self.is_closed = self._reserve_is_closed = self._ring_is_closed = False
 
     def new_step_starts(self) -> None:
         """Who was evicted in an earlier step leaves the reserve; in that same step nobody else may have its place."""
@@ -62,6 +65,7 @@ class Gate:
         needs_reserve = needed > 0 and not self._begins_evicted(request)
         lacks_reserve = needs_reserve and self._reserve.find(needed) is None
         if lacks_reserve or (keeps_queries and self._ring_is_full):
+            self.is_closed = True
             self._reserve_is_closed |= needs_reserve
             self._ring_is_closed |= keeps_queries
             return True

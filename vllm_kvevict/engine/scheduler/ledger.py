@@ -274,7 +274,7 @@ class PageLedger(KVCacheManager):
         """
         is_asked = max_cache_hit_length is None and self.prefix_cache_lookup_enabled(request)
         # Thousands may wait for a place or a prefix. vLLM asks next whether they have to, and then nothing else.
-        is_asked = is_asked and not self.gate.is_closed_to(request)
+        is_asked = is_asked and not (self.gate.is_closed and self.gate.is_closed_to(request))
         is_asked = is_asked and not self.shared.is_awaited(request)
         found = self.shared.find(request) if is_asked else None
         return self.empty_kv_cache_blocks, 0 if found is None else found.tokens, 0
