@@ -20,6 +20,7 @@ from benchmarks.harness.options import whole
 from benchmarks.harness.scenarios import STOCK
 from benchmarks.harness.tables import table
 from benchmarks.micro.loop import Found, in_turns
+from vllm_kvevict.engine.request_options import facts_of
 from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.texts import sentences
 
@@ -106,9 +107,9 @@ def compare(kind: str, sides: dict[str, FrontEnd], tokens: int, rounds: int) -> 
         RuntimeError: a side with eviction did not find what it looks for.
     """
     messages = messages_of(kind, sides[STOCK], tokens)
-    for scope, note in (("prefix", "kv_prefix_len"), ("turns", "kv_turns")):
-        if not sides[scope].render(messages).get(note):
-            raise RuntimeError(f"scope {scope} found no {note} in a {kind}")
+    for scope in SCOPES:
+        if not facts_of(sides[scope].render(messages)).ends:
+            raise RuntimeError(f"scope {scope} found no end in a {kind}")
     calls = {
         name: lambda side=side: timed(lambda: side.render(messages), 1)[0] for name, side in sides.items()
     }

@@ -11,6 +11,8 @@ from benchmarks.micro.breakdown import REST, Stopwatch
 from benchmarks.micro.decode import check_steps
 from benchmarks.micro.frontend import CHAT, DOCUMENT, TURN
 from benchmarks.micro.ledger import PROMPT, decode_round, make_ledger, make_requests, make_stock
+from vllm_kvevict.engine.request_options import CHAT as CHAT_FACTS
+from vllm_kvevict.engine.request_options import ChatFacts
 
 
 def test_the_time_of_what_a_function_calls_is_not_its_own(monkeypatch):
@@ -57,15 +59,15 @@ def test_both_managers_schedule_the_same_steps():
 class FrontEnd:
     """A token is a word; ``notes`` are what a prompt gets besides."""
 
-    def __init__(self, **notes):
-        self.notes, self.rendered = notes, itertools.count()
+    def __init__(self, *ends):
+        self.facts, self.rendered = ChatFacts(ends=list(ends)), itertools.count()
         encode = SimpleNamespace(encode=lambda text, **options: text.split())
         self.renderer = SimpleNamespace(get_tokenizer=lambda: encode)
 
     def render(self, messages):
         next(self.rendered)
         words = " ".join(message["content"] for message in messages).split()
-        return {"prompt_token_ids": words, **self.notes}
+        return {"type": "token", "prompt_token_ids": words, CHAT_FACTS: self.facts}
 
 
 @pytest.mark.parametrize("kind, count", [(DOCUMENT, 2), (CHAT, 2 * 4 + 1)])
@@ -77,16 +79,13 @@ def test_chats_have_about_as_many_tokens_as_asked(kind, count):
 
 
 def test_sides_must_find_what_they_look_for():
-    def sides(**notes):
-        return {STOCK: FrontEnd(), "prefix": FrontEnd(**notes), "turns": FrontEnd(**notes)}
-
-    found = sides(kv_prefix_len=5, kv_turns=[5])
+    found = {STOCK: FrontEnd(), "prefix": FrontEnd(5), "turns": FrontEnd(5)}
     _, seconds = frontend.compare(DOCUMENT, found, 100, rounds=3)
     assert {name: len(of) for name, of in seconds.items()} == {STOCK: 3, "prefix": 3, "turns": 3}
     assert frontend.added_ms({STOCK: [1.0, 2.0], "turns": [1.5, 2.5]}, "turns").median == 500
     assert next(found["prefix"].rendered) == 1 + 4
-    with pytest.raises(RuntimeError, match="scope turns found no kv_turns in a document"):
-        frontend.compare(DOCUMENT, sides(kv_prefix_len=5), 100, rounds=1)
+    with pytest.raises(RuntimeError, match="scope turns found no end in a document"):
+        frontend.compare(DOCUMENT, found | {"turns": FrontEnd()}, 100, rounds=1)
 
 
 def test_what_a_breakdown_watches_is_there():
