@@ -309,8 +309,8 @@ class CompressedPrefixes(Graph[Prefix]):
         account = None if prefix.is_ready else self._requests.accounts.get(name)
         return account is not None and account.epoch == epoch
 
-    def drop_invalid(self, among: Iterable[Prefix] | None = None) -> None:
-        while prefixes := list(self.droppable(self._invalid.values() if among is None else among)):
+    def drop_invalid(self) -> None:
+        while prefixes := list(self.droppable(self._invalid.values())):
             for prefix in prefixes:
                 self.drop(prefix)
 

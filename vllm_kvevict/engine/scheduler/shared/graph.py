@@ -150,7 +150,8 @@ class Graph(Generic[N]):
     # What goes.
 
     def evictable(self, keep: N | None = None, among: Iterable[N] | None = None) -> Iterator[N]:
-        """What may go, in this order, if each is dropped before the next is asked for.
+        """What may go, in this order, if each is dropped before the next is asked for; of compressed prefixes others
+        may (:meth:`CompressedPrefixes.droppable`).
 
         Args:
             keep: what stays, with all before it.
@@ -180,13 +181,9 @@ class Graph(Generic[N]):
                 return
             self.drop(node)
 
-    def drop_invalid(self, among: Iterable[N] | None = None) -> None:
-        """Drop what no further request may begin with, as soon as it can be.
-
-        Args:
-            among: as of :meth:`evictable`.
-        """
-        for node in self.evictable(among=among) if self._invalid else ():
+    def drop_invalid(self) -> None:
+        """Drop what no further request may begin with, as soon as it can be."""
+        for node in self.evictable() if self._invalid else ():
             if node.is_invalid:
                 self.drop(node)
 

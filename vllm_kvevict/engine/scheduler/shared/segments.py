@@ -116,7 +116,9 @@ class SegmentCache(Graph[Segment]):
     def release(self, segment: Segment, lasting: bool) -> None:
         """A request does not use them any more. Drops those that are invalid, once nobody does."""
         self._use(segment, -1, lasting)
-        self.drop_invalid(segment.chain())
+        for part in self.evictable(among=segment.chain()) if self._invalid else ():
+            if part.is_invalid:
+                self.drop(part)
 
     def _use(self, segment: Segment, more: int, lasting: bool) -> None:
         for used in segment.chain():
