@@ -16,6 +16,7 @@ from vllm_kvevict.policies import (
     parameters,
     select,
 )
+from vllm_kvevict.schedules.registry import lookahead_policies
 
 from . import reference_select
 from .layers import model_inputs, those_of
@@ -68,6 +69,34 @@ def test_limits_of_the_parameters(seed):
     assert all(head == layer[0] for layer in kept("tova", seed) for head in layer)
     assert kept("knorm", seed, skip_layers=LAYERS) == [[list(range(N))] * 3] * LAYERS
     assert kept("knorm", seed, skip_layers=2)[2:] == kept("knorm", seed)[2:]
+
+
+@pytest.mark.parametrize("ahead", [3, WINDOW, 20])
+@pytest.mark.parametrize("policy", sorted(set(lookahead_policies()) - {"tova"}))
+def test_after_a_lookahead(policy, ahead):
+    """As if the answer's first tokens were the prompt's last: they stay, they are in the window, and B is of n."""
+    n, layers = N - ahead, model_inputs(0, LAYERS, 3, 2, N, 8, max(WINDOW, ahead))
+    windows = {"window": max(WINDOW, ahead)} if "window" in parameters(policy) else {}
+    sizes = those_of(policy, window=WINDOW, sinks=0)
+    asked = EvictionConfig(policy, keep_ratio=0.3, defaults="paper", **sizes)
+    b = int(0.3 * n)
+    wanted = EvictionConfig(policy, budget=b + ahead, defaults="paper", **(sizes | windows))
+    after = as_lists(decide(asked.for_lookahead(n, ahead), layers))
+    assert after == as_lists(decide(wanted, layers))
+    assert after != as_lists(decide(asked, layers))
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 20])
+def test_tova_after_a_lookahead(ahead):
+    """All queries of the answer score, in the mean."""
+    n, layers = N - ahead, model_inputs(0, LAYERS, 3, 2, N, 8, ahead)
+    kept = as_lists(decide(EvictionConfig("tova", budget=30).for_lookahead(n, ahead), layers))
+    for x, heads in zip(layers, kept, strict=True):
+        logits = x.q_window.double() @ x.keys.double().repeat_interleave(2, 0).transpose(1, 2) / 8**0.5
+        later = torch.ones(ahead, N, dtype=torch.bool).triu(1 + n)
+        paid = logits.masked_fill(later, -torch.inf).softmax(-1)[:, :, :n].mean((0, 1))
+        best = sorted(paid.topk(30).indices.tolist())
+        assert heads == [[*best, *range(n, N)]] * 3
 
 
 @settings(max_examples=60)

@@ -20,10 +20,11 @@ from vllm_kvevict.engine.parameters import ANY_BUDGET, check_parameters, known_c
 from vllm_kvevict.engine.read import ALL, ENGINE_OPTIONS, UNRESERVED
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.answers import policy_for_answers
+from vllm_kvevict.policies.inputs import Q_WINDOW
 from vllm_kvevict.policies.registry import decoding_policies, lookup, policies_for_parts
 from vllm_kvevict.schedules import inputs
 from vllm_kvevict.schedules.plan import Phase, Plan, needs_reserve
-from vllm_kvevict.schedules.registry import plan_of
+from vllm_kvevict.schedules.registry import lookahead_policies, plan_of
 
 DEFAULT_BUDGET = 0.2
 LONG = 1 << 40  # tokens of a prompt that is longer than any window
@@ -54,6 +55,7 @@ class Options:
         max_window: the largest window that a request may set; None for :attr:`most_window`.
         decode_budget: entries of an answer that each KV head keeps on average while it is written; 0: all.
         decode_interval, decode_window, decode_policy: as of :class:`DecodeOptions`; None for the defaults.
+        lookahead: tokens of an answer that are stored before its prompt is evicted; 0: it is evicted once it is read.
         eviction_log: file to which the scheduler appends a line of JSON for each evicted request; None for no file.
         check: verify ledger against workers after every step (``VLLM_KVEVICT_CHECK=1``).
     """
@@ -73,6 +75,7 @@ class Options:
     policy_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     max_window: int | None = ENGINE_DEFAULTS["max_window"]
     decode_budget: int = 0
+    lookahead: int = ENGINE_DEFAULTS["lookahead"]
     decode_interval: int | None = ENGINE_DEFAULTS["decode_interval"]
     decode_window: int | None = ENGINE_DEFAULTS["decode_window"]
     decode_policy: str | None = ENGINE_DEFAULTS["decode_policy"]
@@ -105,6 +108,7 @@ class Options:
         options = cls(policy, budget, raw, decode_budget=decode_budget, **engine)
         options._check_policy_params()
         options._check_scope()
+        options._check_lookahead()
         if decode_budget:
             options.decoding.phase(decode_budget, 1)
         return options
@@ -155,6 +159,19 @@ class Options:
                 f"{SCOPE_FLAG} turns"
             )
 
+    def _check_lookahead(self) -> None:
+        """Refuse what cannot wait for an answer."""
+        flag = "--kv-eviction-config.lookahead"
+        if self.lookahead and self.policy not in lookahead_policies():
+            able = ", ".join(lookahead_policies())
+            raise KVEvictionError(
+                f"{flag} cannot be used with --kv-eviction {self.policy} (choose from {able})"
+            )
+        if self.lookahead and self.scope != "prompt":
+            raise KVEvictionError(f"{flag} needs {SCOPE_FLAG} prompt, got {self.scope}")
+        if self.lookahead and self.decode_budget:
+            raise KVEvictionError(f"{flag} cannot be used together with --kv-decode-budget")
+
     def params_of(self, policy: str) -> Mapping[str, Any]:
         """The parameters that the server sets for a policy."""
         return self.params if policy == self.policy else self.policy_params.get(policy, {})
@@ -192,9 +209,24 @@ class Options:
         return max(config.params.get("window", 0) for config in self.configs)
 
     @property
+    def kept_queries(self) -> tuple[int, int]:
+        """Queries that workers keep of a request at most, 0 for none; and entries that each of its rows has at least
+        when they choose."""
+        answer = self.decoding.default_phase
+        if answer is not None and answer.keeps_queries:
+            return answer.window, answer.positions[0] - answer.begins
+        reading = [
+            name for name in lookahead_policies() if self.allows(name) and Q_WINDOW in lookup(name).needs
+        ]
+        if self.lookahead and reading:
+            return max(self.lookahead, self.most_window), max(1, self.min_prompt) + self.lookahead
+        return 0, 0
+
+    @property
     def kernel_windows(self) -> list[int]:
         """Numbers of rows that a GPU's kernel for the window's attention is compiled for; others would take seconds."""
-        return sorted({config.window_for(LONG) for config in self.configs if config.combines_rows_by})
+        windows = {config.window_for(LONG) for config in self.configs if config.combines_rows_by}
+        return sorted(windows | {max(window, self.lookahead) for window in windows})
 
     @property
     def reserved_for(self) -> list[str]:
@@ -218,10 +250,12 @@ class Options:
         """Whether a prompt, or a prefix, of n tokens loses entries under a configuration."""
         return n >= self.min_prompt and config.evicts(n)
 
-    def plan_with(self, config: EvictionConfig, n: int, answer: Phase | None = None) -> Plan:
-        """The plan of such a prompt, or prefix, and of its answer."""
+    def plan_with(
+        self, config: EvictionConfig, n: int, answer: Phase | None = None, lookahead: int = 0
+    ) -> Plan:
+        """The plan of such a prompt, or prefix, and of its answer, of which ``lookahead`` tokens are awaited first."""
         if self.evicts(config, n):
-            return plan_of(config, n, answer)
+            return plan_of(config, n, answer, lookahead)
         return Plan(config, () if answer is None else (answer,))
 
 

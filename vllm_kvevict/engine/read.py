@@ -104,6 +104,14 @@ def whole(name: str, value: Any, least: int = 1) -> int:
     return number
 
 
+def lookahead(flag: str, value: Any) -> int:
+    """Tokens of an answer."""
+    tokens = whole(flag, value, least=0)
+    if tokens > 64:
+        raise KVEvictionError(f"{flag} must be at most 64, got {value!r}")
+    return tokens
+
+
 Reader = Callable[[str, Any], Any]
 """From the name of a flag and a value what the value means; raises KVEvictionError."""
 
@@ -168,6 +176,7 @@ ENGINE_OPTIONS = {
         decode_policy,
         "the policy that evicts answers; null: the server's own if it can, else ada-snapkv",
     ),
+    "lookahead": Option(0, lookahead, "tokens of the answer that are written before the prompt is evicted"),
     "eviction_log": Option(None, path, "file that gets one line of JSON for each eviction"),
 }
 """Entries of ``--kv-eviction-config`` beside the policy's own parameters."""

@@ -18,13 +18,13 @@ from vllm_kvevict.engine.parameters import ANY_BUDGET, known_config, overridden,
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.plan import Plan
-from vllm_kvevict.schedules.registry import plan_of_parts
+from vllm_kvevict.schedules.registry import lookahead_policies, plan_of_parts
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
 
 POLICY, BUDGET, PARAMS = "kv_eviction", "kv_budget", "kv_params"
 PREFIX_LEN, TURNS = "kv_prefix_len", "kv_turns"
-DECODE_BUDGET, ANSWER_FROM = "kv_decode_budget", "kv_answer_from"
-REQUEST_FIELDS = (POLICY, BUDGET, PARAMS, PREFIX_LEN, TURNS, DECODE_BUDGET, ANSWER_FROM)
+DECODE_BUDGET, ANSWER_FROM, LOOKAHEAD = "kv_decode_budget", "kv_answer_from", "kv_lookahead"
+REQUEST_FIELDS = (POLICY, BUDGET, PARAMS, PREFIX_LEN, TURNS, DECODE_BUDGET, ANSWER_FROM, LOOKAHEAD)
 """Fields of ``vllm_xargs`` that a request may carry."""
 
 RENDERED = "kv_rendered"
@@ -107,6 +107,7 @@ class RequestOptions:
         in_turns: whether these end turns; else there is one, that of a prefix.
         decode_budget: entries of its answer that each KV head keeps on average; 0: all.
         answer_from: tokens of the prompt before those that count as an answer; None for all.
+        lookahead: tokens of the answer that are stored before the prompt is evicted.
         by_scope: whether the server's scope says what is evicted of a chat.
     """
 
@@ -115,6 +116,7 @@ class RequestOptions:
     in_turns: bool = False
     decode_budget: int = 0
     answer_from: int | None = None
+    lookahead: int = 0
     rendered: Rendered = NOTHING
     by_scope: bool = field(default=False, compare=False)
 
@@ -142,11 +144,14 @@ class RequestOptions:
         rendered, config = _rendered(fields), _config(server, fields)
         ends, in_turns = _ends(fields, prompt_len, config)
         first = read.whole(ANSWER_FROM, fields[ANSWER_FROM]) if ANSWER_FROM in fields else None
-        options = cls(config, ends, in_turns, _decode_budget(server, fields), first, rendered)
+        ahead = _lookahead(server, fields, config.policy, ends)
+        options = cls(config, ends, in_turns, _decode_budget(server, fields), first, ahead, rendered)
         is_open = ends is None and server.scope != "prompt" and server.evicts(config, first or prompt_len)
         if is_open and chat is not None:
             options = options._in_scope(server, chat, most_output)
         options._check_ends(prompt_len)
+        if most_output is not None and options._ends_before_eviction(server, prompt_len, most_output):
+            return replace(options, config=KEEPS_ALL.config, lookahead=0)
         return options
 
     def _in_scope(self, server: Options, chat: ChatFacts, most_output: int | None) -> "RequestOptions":
@@ -167,11 +172,17 @@ class RequestOptions:
         rendered = Rendered(chat.lasting, chat.whole if server.keep_first else 0, self.rendered.repeat)
         return replace(self, ends=tuple(chat.ends), in_turns=in_turns, rendered=rendered, by_scope=True)
 
+    def _ends_before_eviction(self, server: Options, prompt_len: int, most_output: int) -> bool:
+        """Whether its answer has too few tokens for its lookahead; the last one is not stored."""
+        begins = prompt_len if self.answer_from is None else self.answer_from
+        is_short = prompt_len + most_output - 1 <= begins + self.lookahead
+        return bool(self.lookahead) and is_short and server.evicts(self.config, begins)
+
     def _check_ends(self, prompt_len: int) -> None:
         """Refuse an answer that begins, or tokens that stay whole, where the prompt's parts forbid it."""
         first, ends, whole = self.answer_from, self.ends or (), self.rendered.whole
-        if first is not None and not self.decode_budget:
-            words = f"says where an answer begins that is evicted, but {DECODE_BUDGET} is 0"
+        if first is not None and not self.decode_budget and not self.lookahead:
+            words = f"says where an answer begins, but {DECODE_BUDGET} and {LOOKAHEAD} are 0"
             raise refused(ANSWER_FROM, words)
         if first is not None and not max(ends, default=1) <= first <= prompt_len:
             least = f"{PREFIX_LEN} ({ends[-1]})" if ends else "1"
@@ -190,7 +201,7 @@ class RequestOptions:
         budget, ends = self.decode_budget, self.ends
         answer = server.decoding.phase(budget, begins, DECODE_BUDGET) if budget else None
         if not self.in_turns or ends is None:
-            return server.plan_with(self.config, ends[-1] if ends else begins, answer)
+            return server.plan_with(self.config, ends[-1] if ends else begins, answer, self.lookahead)
         whole = self.rendered.whole
         if whole < server.page_size or not self.config.evicts(LONG):
             # They fill no page that others could share, or no part is evicted.
@@ -351,6 +362,26 @@ def _turns(given: Any) -> tuple[int, ...]:
     if any(later <= earlier for earlier, later in pairwise(ends)):
         raise refused(TURNS, f"must be strictly ascending, got {given!r}")
     return ends
+
+
+def _lookahead(server: Options, fields: Mapping[str, Any], policy: str, ends: tuple[int, ...] | None) -> int:
+    """Tokens of a request's answer that are stored before its prompt is evicted."""
+    is_able = policy in lookahead_policies()
+    if LOOKAHEAD not in fields:
+        return server.lookahead if is_able and ends is None else 0
+    ahead = read.lookahead(LOOKAHEAD, fields[LOOKAHEAD])
+    if ahead > server.lookahead:
+        raise refused(
+            LOOKAHEAD,
+            f"must be at most {server.lookahead}, the server's --kv-eviction-config.lookahead, which sets memory aside "
+            f"for it, got {ahead}",
+        )
+    if ahead and ends is not None:
+        raise refused(LOOKAHEAD, f"cannot be given together with {PREFIX_LEN} or {TURNS}")
+    if ahead and not is_able:
+        able = ", ".join(lookahead_policies())
+        raise refused(LOOKAHEAD, f"cannot be used with policy {policy} (choose from {able})")
+    return ahead
 
 
 def _decode_budget(server: Options, fields: Mapping[str, Any]) -> int:

@@ -232,19 +232,18 @@ def reserve(server: Server, settings: Mapping[str, Any]) -> tuple[int, list[str]
 
 
 def queries_of_answers(server: Server, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes that the fullest rank keeps of each answer's queries, and the most requests that it has room for.
+    """Bytes that the fullest rank keeps of each request's queries, and the most requests that it has room for.
 
     A server whose ``--max-num-seqs`` is lower has room for so many.
     """
-    answer = Options.parse({"page_size": server.page_size, **settings}).decoding.default_phase
-    if answer is None or not answer.keeps_queries:
+    queries, entries = Options.parse({"page_size": server.page_size, **settings}).kept_queries
+    if not queries:
         return 0, 0
     query_heads = max(1, server.query_heads // server.tensor_parallel_size)
     layers, layout = most_layers(server), server.layout
-    longest = answer.positions[0] - answer.begins
-    requests = -(-server.memory // (layers * layout.rows * layout.entry_bytes * longest))
+    requests = -(-server.memory // (layers * layout.rows * layout.entry_bytes * entries))
     # A query has the size of a key.
-    return answer.window * query_heads * layers * layout["key"].nbytes, max(1, requests)
+    return queries * query_heads * layers * layout["key"].nbytes, max(1, requests)
 
 
 def after_eviction(plan: Plan, tokens: int, rank: RankCapacity, page_size: int) -> PageCount:

@@ -30,6 +30,7 @@ class EvictionConfig:
     budget: int | None
     keep_ratio: float | None
     items: tuple[tuple[str, ParamValue], ...]
+    least_window: int = 0
 
     def __init__(
         self,
@@ -47,9 +48,12 @@ class EvictionConfig:
             _check_always_kept(method, tokens, values)
         if method.check:
             method.check(values)
-        for name, value in (("policy", policy), ("budget", tokens), ("keep_ratio", ratio)):
+        self._set(policy=policy, budget=tokens, keep_ratio=ratio, items=tuple(values.items()))
+
+    def _set(self, **fields: Any) -> None:
+        """What only a new object may do."""
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "items", tuple(values.items()))
 
     def __repr__(self) -> str:
         settings = [f"{name}={value!r}" for name, value in self.to_dict().items() if name != "policy"]
@@ -86,13 +90,26 @@ class EvictionConfig:
         """Number of last tokens of an n-token prompt that stay, and whose queries score the others.
 
         A ratio can give a budget that the window alone would use up (B <= window): then the window
-        shrinks to max(1, B//2). 0 for policies that protect no last tokens.
+        shrinks to max(1, B//2). 0 for policies that protect no last tokens, except after a lookahead.
         """
         method = lookup(self.policy)
         window: int = self.params.get(method.window, method.last)
         if self.keep_ratio is not None and window and self.budget_for(n) <= window:
             window = max(1, self.budget_for(n) // 2)
-        return min(window, n)
+        return min(max(window, self.least_window), n)
+
+    def for_lookahead(self, n: int, ahead: int) -> "EvictionConfig":
+        """The same for a prompt of n tokens that is evicted when `ahead` tokens of its answer are stored.
+
+        These stay beside the B tokens that a prompt of n keeps, and their queries choose: they are in the window.
+        """
+        method, params = lookup(self.policy), self.params
+        if method.window in params:
+            params[method.window] = self.window_for(n)
+        later = copy.copy(self)
+        budget = self.budget_for(n) + ahead
+        later._set(budget=budget, keep_ratio=None, items=tuple(params.items()), least_window=ahead)
+        return later
 
     def for_part(self, n: int, begins: int) -> "EvictionConfig":
         """The same for a part of a prompt, of n tokens behind `begins` others, that is evicted on its own.
@@ -107,7 +124,7 @@ class EvictionConfig:
             changed["sinks"] = 0
         part = copy.copy(self)
         # Not by the constructor: rows may keep nothing of a later part, since something is left before it.
-        object.__setattr__(part, "items", tuple(changed.items()))
+        part._set(items=tuple(changed.items()))
         return part
 
     def evicts(self, n: int) -> bool:

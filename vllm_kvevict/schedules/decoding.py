@@ -6,9 +6,9 @@
 
 D is the budget of the answer and I the interval. Positions follow from the request's own tokens, so an answer does not
 depend on its neighbours, and a replay is evicted at the same ones. An eviction comes after its step's forward pass, all
-layers together, by queries that were kept as they came (``schedules/ring.py``).
+layers together.
 
-An eviction owns its part of the ring; its selection, how much of each row is pinned. The schedule owns nothing.
+The selection owns how much of each row is pinned. The schedule owns nothing.
 """
 
 from typing import Any
@@ -19,65 +19,24 @@ from torch import Tensor
 from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.policies import LayerInputs, most_candidates
 from vllm_kvevict.schedules.base import RankCapacity, Schedule
-from vllm_kvevict.schedules.eviction import Eviction
-from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.by_ring import EvictionByRing
 from vllm_kvevict.schedules.plan import Phase
-from vllm_kvevict.schedules.ring import KeptQueries
-from vllm_kvevict.schedules.step_rows import ExtraRows, QueryRows
 
 
-class DecodingEviction(Eviction):
+class DecodingEviction(EvictionByRing):
     """Of one answer."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._stored: list[list[int]] | None = None
         """[layers][KV heads], entries before the last eviction."""
-        self._ring_part: int | None = None
-        """Of the ring."""
-
-    # While the answer grows.
-
-    def rows(self, rows: slice, extra: ExtraRows | None) -> QueryRows | None:
-        """Nothing follows a layer."""
-        return None
-
-    def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
-        raise AssertionError("an answer is evicted after a step")
-
-    def kept_queries(self, rows: slice) -> KeptQueries | None:
-        """Those of a step's tokens, of a request as it was before the step, that the next eviction chooses by."""
-        if not self.phase.keeps_queries:
-            return None
-        before, after = self.resident.tokens, self.resident.tokens + rows.stop - rows.start
-        first = max(before, self.phase.next_eviction(before) - self.phase.window)
-        if first >= after:
-            return None
-        ring = self.evictor.ring
-        assert ring is not None
-        if self._ring_part is None:
-            self._ring_part = ring.acquire()
-        slots = [ring.slot(self._ring_part, token) for token in range(first, after)]
-        return KeptQueries(range(rows.stop - len(slots), rows.stop), slots)
-
-    def end(self) -> None:
-        if self._ring_part is not None:
-            assert self.evictor.ring is not None
-            self.evictor.ring.release(self._ring_part)
-            self._ring_part = None
-
-    # At a position.
-
-    @property
-    def is_due(self) -> bool:
-        return self.resident.tokens in self.phase.positions
 
     def after_step(self) -> None:
         """Choose in all layers, and move what stays of the answer behind what is pinned."""
         self.note_held()
         with self.selection.meter.decides():
             lengths = self.evictor.cache.lengths.of(self.resident.request_slot)
-            counts, windows = lengths - self.selection.pin(self.resident.tokens), self._windows()
+            counts, windows = lengths - self.selection.pin(self.resident.tokens), self.windows()
             self._stored = lengths.tolist()
             for layer, of_layer in enumerate(counts):
                 window = None if windows is None else windows[layer]
@@ -100,13 +59,6 @@ class DecodingEviction(Eviction):
             logit_softcap=softcap or None,
             lengths=torch.from_numpy(counts) if self.phase.config.heads_compete else None,
         )
-
-    def _windows(self) -> Tensor | None:
-        """Queries of the window in all layers, [layers, Hq, w, d], where the policy reads them."""
-        if self._ring_part is None:
-            return None
-        assert self.evictor.ring is not None
-        return self.evictor.ring.read(self._ring_part, self.resident.tokens, self.phase.window)
 
 
 class Decoding(Schedule):

@@ -203,13 +203,14 @@ class Eviction(ABC):
             None if self.selection.pinned is None else self.selection.pinned[step.layer],
         )
 
-    def score(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
+    def score(self, step: LayerStep, rows: slice, window: Tensor | None) -> None:
         """Score a layer by what was collected of it.
 
         Args:
+            rows: of the step's queries, the request's.
             window: queries of the window, [w, Hq, d], where the policy reads them.
         """
-        tokens = self.tokens(step, rows.rows)
+        tokens = self.tokens(step, rows)
         self.selection.score(self.collected.of_layer(self.evictor.sources, tokens, window), step.layer)
         if self.evictor.observer is not None:
             self.evictor.observer.on_scores(self.resident.admission, self.selection.scores[-1])
@@ -251,9 +252,14 @@ class Eviction(ABC):
         pinned = self.selection.pinned
         return None if pinned is None else (pinned + self.phase.n).tolist()
 
+    def exempt(self) -> list[list[int]] | None:
+        """[layers][KV heads], of these the entries that the eviction could not drop; None where there are none."""
+        pinned = self.selection.pinned
+        return None if pinned is None else pinned.tolist()
+
     def _part(self, kept: list[list[int]]) -> PartOfEviction:
         """What was done on this rank since the last complete eviction."""
-        meter, pinned = self.selection.meter, self.selection.pinned
+        meter = self.selection.meter
         part = PartOfEviction(
             policy=self.phase.config.policy,
             freed_pages=meter.freed_pages,
@@ -264,7 +270,7 @@ class Eviction(ABC):
             decision_seconds=meter.deciding,
             compaction_seconds=meter.moving,
             stored=self.stored_before(),
-            pinned=None if pinned is None else pinned.tolist(),
+            pinned=self.exempt(),
             phase="decode" if self.phase.of_answer else "prefill",
         )
         meter.start()

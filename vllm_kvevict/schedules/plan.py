@@ -262,9 +262,13 @@ class Plan:
             (inputs.size(part.config.inputs, part.n, dims, in_one_step) for part in self.parts), default=0
         )
 
-    def keeps_queries(self, last_token: int) -> bool:
-        """Whether the workers keep queries of an answer that ends there: some that choose are stored at all."""
-        keeping = (phase for phase in self.phases if phase.keeps_queries)
+    def keeps_queries(self, last_token: int, tokens: int = 0) -> bool:
+        """Whether the workers keep queries of an answer that ends there: some that choose are stored at all.
+
+        Args:
+            tokens: that it has so far; queries that have chosen are kept until the next step.
+        """
+        keeping = (phase for phase in self.phases if phase.keeps_queries and tokens <= phase.end)
         return any(last_token > phase.positions[0] - phase.window for phase in keeping)
 
     def is_read_by(self, tokens: int) -> bool:

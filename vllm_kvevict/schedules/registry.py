@@ -9,11 +9,13 @@ from typing import Any
 
 from vllm_kvevict.policies import EvictionConfig, available, parameters
 from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules import lookahead
 from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.chunked import Chunked
 from vllm_kvevict.schedules.decoding import Decoding
 from vllm_kvevict.schedules.eviction import Eviction, ResidentRequest
 from vllm_kvevict.schedules.evictor import Evictor
+from vllm_kvevict.schedules.inputs import sums_up
 from vllm_kvevict.schedules.kept_whole import KeptWhole
 from vllm_kvevict.schedules.plan import Phase, Plan, part_phases
 from vllm_kvevict.schedules.repeat import ByRepeat
@@ -41,15 +43,18 @@ def schedule_for(policy: str) -> Schedule:
 
 
 @functools.lru_cache(maxsize=128)
-def plan_of(config: EvictionConfig, n: int, answer: Phase | None = None) -> Plan:
+def plan_of(config: EvictionConfig, n: int, answer: Phase | None = None, ahead: int = 0) -> Plan:
     """The plan of a prompt, or of a prefix, of n tokens.
 
     Args:
         answer: the phase in which the answer is evicted; None if it is kept.
+        ahead: tokens of the answer that are stored before the prompt is evicted.
     """
     later = () if answer is None else (answer,)
     if not config.evicts(n):
         return Plan(config, later)
+    if ahead:
+        return Plan(config, (lookahead.lookahead_phase(config, n, ahead), *later))
     name = lookup(config.policy).schedule
     return Plan(config, (*_schedules[name].phases(config, name, n), *later))
 
@@ -94,6 +99,15 @@ def bounded_policies() -> list[str]:
     return [name for name in available() if not schedule_for(name).holds_whole_prompt]
 
 
+def lookahead_policies() -> list[str]:
+    """Policies that can evict a prompt once its answer has begun: no layer needs another, and no sums of queries."""
+    return [
+        name
+        for name in available()
+        if schedule_for(name).layers_are_apart and lookup(name).evicts and not sums_up(lookup(name).needs)
+    ]
+
+
 def repeating_policies() -> list[str]:
     """Policies that have the model read a prompt a second time."""
     return [name for name in available() if schedule_for(name).repeats_prompt]
@@ -106,3 +120,4 @@ register("by repeat", ByRepeat())
 register("chunked", Chunked())
 register("kept whole", KeptWhole())
 register("decoding", Decoding())
+register(lookahead.NAME, lookahead.Lookahead())

@@ -46,7 +46,7 @@ class EvictionByRepeat(EvictionByScore):
         self._note(step, rows.extra)
         if rows.evicts:
             asked = self.collected.window
-            self.score(step, rows, None if asked is None else asked[step.layer])
+            self.score(step, rows.rows, None if asked is None else asked[step.layer])
         if not self.evictor.is_last(step.layer):
             return
         self.drop_extra_entries()

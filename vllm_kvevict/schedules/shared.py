@@ -67,7 +67,7 @@ class EvictionByWeight(Eviction):
     def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
         if not rows.evicts:
             return
-        self.score(step, rows, window)
+        self.score(step, rows.rows, window)
         last = self.evictor.is_last(step.layer)
         if last and self.evictor.has_all_layers:
             self.selection.decide()
@@ -144,7 +144,7 @@ class EvictionByScore(Eviction):
     def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
         if not rows.evicts:
             return
-        self.score(step, rows, window)
+        self.score(step, rows.rows, window)
         if self.evictor.is_last(step.layer):
             self.decide_together()
 

@@ -21,7 +21,7 @@ class WholeEviction(Eviction):
     def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
         if not rows.evicts:
             return
-        self.score(step, rows, window)
+        self.score(step, rows.rows, window)
         early = _decides_in_each_layer(self.phase.config, self.evictor.is_asynchronous)
         if early or self.evictor.is_last(step.layer):
             self.selection.decide()
@@ -31,6 +31,7 @@ class Whole(Schedule):
     """A layer is compacted in its own forward, so a prompt that one step reads can recycle pages."""
 
     eviction = WholeEviction
+    layers_are_apart = True
 
     def can_recycle(self, config: EvictionConfig, num_stages: int, is_asynchronous: bool) -> bool:
         return _decides_in_each_layer(config, is_asynchronous)

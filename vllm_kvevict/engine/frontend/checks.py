@@ -173,6 +173,11 @@ def check_model(vllm_config: Any) -> None:
         _check_mixed_layers(vllm_config)
     _check_kv_dtype(vllm_config)
     _check_page_size(vllm_config)
+    lookahead = require_options(vllm_config).lookahead
+    if lookahead >= model.max_model_len:
+        raise KVEvictionError(
+            f"--kv-eviction-config.lookahead must be less than --max-model-len, {model.max_model_len}, got {lookahead}"
+        )
 
 
 def _check_page_size(vllm_config: Any) -> None:

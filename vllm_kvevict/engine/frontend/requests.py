@@ -157,7 +157,9 @@ def passed_on_fields(vllm_config: Any, renderer: Any, prompt: Any, params: Any) 
 def _read(vllm_config: Any, prompt: Any, params: Any, length: int) -> Checked:
     """What a request asks for. Raises KVEvictionError."""
     server = require_options(vllm_config)
-    options = RequestOptions.read(server, params.extra_args, length, facts_of(prompt), params.max_tokens)
+    room = vllm_config.model_config.max_model_len - length
+    most_output = room if params.max_tokens is None else min(params.max_tokens, room)
+    options = RequestOptions.read(server, params.extra_args, length, facts_of(prompt), most_output)
     return options, options.plan(server, length)
 
 

@@ -162,7 +162,7 @@ class Account:
     @property
     def keeps_queries(self) -> bool:
         """As of :meth:`Plan.keeps_queries`."""
-        return self.plan.keeps_queries(self.last_token)
+        return self.plan.keeps_queries(self.last_token, self.tokens)
 
     def reserved(self, dims: HeadDims) -> int:
         """What it needs of the workers' reserve until its eviction, as of :meth:`Plan.reserved`."""

@@ -29,20 +29,19 @@ def _evicted_layers(vllm_config: Any) -> int:
 
 
 def allocate_ring(vllm_config: Any, options: Options, device: torch.device) -> QueryRing | None:
-    """Memory for the queries of answers that are evicted by them; None if none are."""
-    answer = options.decoding.default_phase
-    if answer is None or not answer.keeps_queries:
+    """Memory for the last queries of requests that are evicted by them after a step; None if none are."""
+    queries, entries = options.kept_queries
+    if not queries:
         return None
     model, layout = vllm_config.model_config, layout_of(vllm_config)
     layers = _evicted_layers(vllm_config)
-    each = answer.positions[0] - answer.begins
-    entry = layers * layout.rows * layout.entry_bytes
+    row = layers * layout.rows * layout.entry_bytes
     # No less than the KV cache will have, which is not known yet.
     kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes or current_platform.get_device_total_memory()
-    answers_at_once = max(1, -(-kv_bytes // (entry * each)))
-    parts = min(vllm_config.scheduler_config.max_num_seqs, answers_at_once)
+    requests_at_once = max(1, -(-kv_bytes // (row * entries)))
+    parts = min(vllm_config.scheduler_config.max_num_seqs, requests_at_once)
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    shape = layers, parts + 1, answer.window, heads, model.get_head_size()
+    shape = layers, parts + 1, queries, heads, model.get_head_size()
     return QueryRing(
         torch.empty(shape, dtype=model.dtype, device=device).fill_(0),
         vllm_config.scheduler_config.max_num_seqs,

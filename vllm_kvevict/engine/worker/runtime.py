@@ -66,7 +66,7 @@ class Runtime:
         self.ring = allocate_ring(self.vllm_config, self.options, self.runner.device)
         if self.ring is not None:
             logger.info(
-                "KV eviction: %.1f MiB are reserved for the last queries of %d answers at once",
+                "KV eviction: %.1f MiB are reserved for the last queries of %d requests at once",
                 self.ring.memory.nbytes / 2**20,
                 self.ring.num_parts,
             )
