@@ -169,8 +169,12 @@ class Options:
             )
         if self.lookahead and self.scope != "prompt":
             raise KVEvictionError(f"{flag} needs {SCOPE_FLAG} prompt, got {self.scope}")
-        if self.lookahead and self.decode_budget:
-            raise KVEvictionError(f"{flag} cannot be used together with --kv-decode-budget")
+        answer = self.decoding.default_phase
+        if answer is not None and self.lookahead > answer.most_lookahead:
+            raise KVEvictionError(
+                f"{flag} must be at most {answer.most_lookahead} with --kv-decode-budget {self.decode_budget}, since "
+                f"the prompt is evicted before the answer is, got {self.lookahead}"
+            )
 
     def params_of(self, policy: str) -> Mapping[str, Any]:
         """The parameters that the server sets for a policy."""
@@ -212,15 +216,20 @@ class Options:
     def kept_queries(self) -> tuple[int, int]:
         """Queries that workers keep of a request at most, 0 for none; and entries that each of its rows has at least
         when they choose."""
-        answer = self.decoding.default_phase
+        answer, kept = self.decoding.default_phase, []
         if answer is not None and answer.keeps_queries:
-            return answer.window, answer.positions[0] - answer.begins
+            kept.append((answer.window, answer.positions[0] - answer.begins))
         reading = [
-            name for name in lookahead_policies() if self.allows(name) and Q_WINDOW in lookup(name).needs
+            name
+            for name in lookahead_policies()
+            if self.allows(name) and Q_WINDOW in (*lookup(name).needs, *lookup(name).window_needs)
         ]
         if self.lookahead and reading:
-            return max(self.lookahead, self.most_window), max(1, self.min_prompt) + self.lookahead
-        return 0, 0
+            kept.append((max(self.lookahead, self.most_window), max(1, self.min_prompt) + self.lookahead))
+        if not kept:
+            return 0, 0
+        queries, entries = zip(*kept, strict=True)
+        return max(queries), min(entries)
 
     @property
     def kernel_windows(self) -> list[int]:

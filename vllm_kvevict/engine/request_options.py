@@ -200,6 +200,9 @@ class RequestOptions:
         begins = prompt_len if self.answer_from is None else self.answer_from
         budget, ends = self.decode_budget, self.ends
         answer = server.decoding.phase(budget, begins, DECODE_BUDGET) if budget else None
+        if answer is not None and self.lookahead > answer.most_lookahead:
+            words = f"must be at most {answer.most_lookahead} with a {DECODE_BUDGET} of {budget}, got {self.lookahead}"
+            raise refused(LOOKAHEAD, words)
         if not self.in_turns or ends is None:
             return server.plan_with(self.config, ends[-1] if ends else begins, answer, self.lookahead)
         whole = self.rendered.whole

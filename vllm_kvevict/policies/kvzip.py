@@ -82,7 +82,7 @@ def score(
     # Ranks that share a KV head have query heads of their own.
     rows = [reduce_group(head[None], "max", comm) for head in inputs.read(REPEATED)]
     scores = torch.stack(rows)[:, : inputs.num_tokens - window]
-    if window:
+    if p["window"]:
         asked = window_scores(
             inputs, window, rows="max", gqa="max", pooling=p["pooling"], kernel=p.get("kernel"), comm=comm
         )

@@ -106,8 +106,6 @@ class Schedule(ABC):
     """Whether all that was read is held until the last position, unless layers recycle pages."""
     reads_token_ids = False
     """Whether the prompt's token ids are needed again after they were read."""
-    layers_are_apart = False
-    """Whether each layer is decided without the others, at the end of the prompt."""
     repeats_prompt = False
     """Whether the prompt is repeated before it is evicted, so that the step that ends at n does not evict it."""
 

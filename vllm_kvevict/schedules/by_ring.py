@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from vllm_kvevict.schedules.eviction import Eviction
-from vllm_kvevict.schedules.inputs import LayerStep
 from vllm_kvevict.schedules.ring import KeptQueries
 from vllm_kvevict.schedules.step_rows import ExtraRows, QueryRows
 
@@ -24,15 +23,13 @@ class EvictionByRing(Eviction):
         """Nothing follows a layer."""
         return None
 
-    def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
-        raise AssertionError("this eviction follows a step")
-
     def kept_queries(self, rows: slice) -> KeptQueries | None:
         """Those of a step's tokens, of a request as it was before the step, that the next eviction chooses by."""
         if not self.phase.keeps_queries:
             return None
         before, after = self.resident.tokens, self.resident.tokens + rows.stop - rows.start
-        first = max(before, self.phase.next_eviction(before) - self.phase.window)
+        position = self.phase.next_eviction(before) if self.phase.of_answer else self.phase.end
+        first = max(before, position - self.phase.window)
         if first >= after:
             return None
         ring = self.evictor.ring
@@ -50,7 +47,7 @@ class EvictionByRing(Eviction):
 
     @property
     def is_due(self) -> bool:
-        return self.resident.tokens in self.phase.positions
+        return self.resident.tokens in self.phase.evictions
 
     def windows(self) -> Tensor | None:
         """Queries of the window in all layers, [layers, Hq, w, d], where the policy reads them."""

@@ -20,7 +20,9 @@ from vllm_kvevict.cache.lengths import IntArray
 from vllm_kvevict.policies import LayerInputs, most_candidates
 from vllm_kvevict.schedules.base import RankCapacity, Schedule
 from vllm_kvevict.schedules.by_ring import EvictionByRing
+from vllm_kvevict.schedules.inputs import LayerStep
 from vllm_kvevict.schedules.plan import Phase
+from vllm_kvevict.schedules.step_rows import QueryRows
 
 
 class DecodingEviction(EvictionByRing):
@@ -30,6 +32,9 @@ class DecodingEviction(EvictionByRing):
         super().__init__(*args)
         self._stored: list[list[int]] | None = None
         """[layers][KV heads], entries before the last eviction."""
+
+    def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
+        raise AssertionError("an answer is evicted after a step")
 
     def after_step(self) -> None:
         """Choose in all layers, and move what stays of the answer behind what is pinned."""

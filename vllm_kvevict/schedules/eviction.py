@@ -137,7 +137,7 @@ class Eviction(ABC):
 
     def repeat_rows(self, extra: ExtraRows) -> QueryRows:
         """What a step that repeats a chunk of the prompt means for the eviction."""
-        return QueryRows(slice(0, 0), slice(0, 0), 0, extra.tokens.stop == self.phase.end, extra)
+        return QueryRows(slice(0, 0), slice(0, 0), 0, extra.tokens.stop == self.phase.repeated_at, extra)
 
     def after_attention(self, step: LayerStep, rows: QueryRows) -> None:
         """Take from a layer what the decision will need; decide once that is all there.
@@ -227,7 +227,7 @@ class Eviction(ABC):
         cache, slot = self.evictor.cache, self.resident.request_slot
         if self.scratch is None:
             own = cache.lengths.of(slot) - (0 if self.selection.pinned is None else self.selection.pinned)
-            cache.truncate([slot], [int(own.max()) - self.phase.n])
+            cache.truncate([slot], [int(own.max()) - (self.resident.tokens - self.phase.begins)])
             return
         cache.close([self.scratch])
         self.scratch = None
@@ -252,7 +252,7 @@ class Eviction(ABC):
         pinned = self.selection.pinned
         return None if pinned is None else (pinned + self.phase.n).tolist()
 
-    def exempt(self) -> list[list[int]] | None:
+    def _exempt(self) -> list[list[int]] | None:
         """[layers][KV heads], of these the entries that the eviction could not drop; None where there are none."""
         pinned = self.selection.pinned
         return None if pinned is None else pinned.tolist()
@@ -270,7 +270,7 @@ class Eviction(ABC):
             decision_seconds=meter.deciding,
             compaction_seconds=meter.moving,
             stored=self.stored_before(),
-            pinned=self.exempt(),
+            pinned=self._exempt(),
             phase="decode" if self.phase.of_answer else "prefill",
         )
         meter.start()

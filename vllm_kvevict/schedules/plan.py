@@ -61,6 +61,11 @@ class Phase:
         return self.positions[-1]
 
     @property
+    def repeated_at(self) -> int:
+        """Of a prompt that the model repeats: tokens after which it does. They are all that are evicted."""
+        return self.positions[0]
+
+    @property
     def n(self) -> int:
         """Of a prompt: the phase's tokens, which compete; the papers' n."""
         return self.end - self.begins
@@ -85,6 +90,12 @@ class Phase:
     def interval(self) -> int:
         """Of an answer: tokens from one eviction to the next."""
         return self.positions[1] - self.positions[0]
+
+    @property
+    def most_lookahead(self) -> int:
+        """Of an answer: its first tokens that may be awaited before the prompt's eviction, so that its own comes later
+        and no query is kept for both."""
+        return self.positions[0] - self.begins - max(1, self.window)
 
     @property
     def evictions(self) -> Sequence[int]:

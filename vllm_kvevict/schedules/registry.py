@@ -25,11 +25,22 @@ from vllm_kvevict.schedules.whole import Whole
 _schedules: dict[str, Schedule] = {}
 
 
-def register(name: str, schedule: Schedule) -> None:
-    """Make a schedule available to policies that name it. Raises ValueError if the name is taken."""
+def register(name: str, schedule: Schedule, after_lookahead: Schedule | None = None) -> None:
+    """Make a schedule available to policies that name it. Raises ValueError if the name is taken.
+
+    Args:
+        after_lookahead: that evicts the same prompts once their answers have begun; None if none does.
+    """
     if name in _schedules:
         raise ValueError(f"schedule {name} is registered already")
     _schedules[name] = schedule
+    if after_lookahead is not None:
+        register(_with_lookahead(name), after_lookahead)
+
+
+def _with_lookahead(name: str) -> str:
+    """The name of a schedule's other one."""
+    return f"{name}, after a lookahead"
 
 
 def schedule_of(phase: Phase) -> Schedule:
@@ -53,9 +64,11 @@ def plan_of(config: EvictionConfig, n: int, answer: Phase | None = None, ahead: 
     later = () if answer is None else (answer,)
     if not config.evicts(n):
         return Plan(config, later)
-    if ahead:
-        return Plan(config, (lookahead.lookahead_phase(config, n, ahead), *later))
     name = lookup(config.policy).schedule
+    if ahead:
+        name = _with_lookahead(name)
+        phase = lookahead.lookahead_phase(config, name, n, ahead, _schedules[name].repeats_prompt)
+        return Plan(config, (phase, *later))
     return Plan(config, (*_schedules[name].phases(config, name, n), *later))
 
 
@@ -100,11 +113,13 @@ def bounded_policies() -> list[str]:
 
 
 def lookahead_policies() -> list[str]:
-    """Policies that can evict a prompt once its answer has begun: no layer needs another, and no sums of queries."""
+    """Policies that can evict a prompt once its answer has begun: it needs no sums over all queries."""
     return [
         name
         for name in available()
-        if schedule_for(name).layers_are_apart and lookup(name).evicts and not sums_up(lookup(name).needs)
+        if _with_lookahead(lookup(name).schedule) in _schedules
+        and lookup(name).evicts
+        and not sums_up(lookup(name).needs)
     ]
 
 
@@ -113,11 +128,10 @@ def repeating_policies() -> list[str]:
     return [name for name in available() if schedule_for(name).repeats_prompt]
 
 
-register("whole", Whole())
-register("by weight", ByWeight())
-register("by score", ByScore())
-register("by repeat", ByRepeat())
+register("whole", Whole(), lookahead.Apart())
+register("by weight", ByWeight(), lookahead.Weighted())
+register("by score", ByScore(), lookahead.Scored())
+register("by repeat", ByRepeat(), lookahead.Repeated())
 register("chunked", Chunked())
 register("kept whole", KeptWhole())
 register("decoding", Decoding())
-register(lookahead.NAME, lookahead.Lookahead())

@@ -21,6 +21,7 @@ from torch import Tensor
 from vllm_kvevict.policies.inputs import REPEATED
 from vllm_kvevict.policies.kvzip import MIN_CHUNK, MOST_SINKS, repeat_attention
 from vllm_kvevict.schedules.base import RankCapacity, pages_for
+from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import LayerStep, LayerTokens
 from vllm_kvevict.schedules.plan import Phase
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
@@ -43,15 +44,10 @@ class EvictionByRepeat(EvictionByScore):
     def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
         if rows.extra is None:
             return
-        self._note(step, rows.extra)
+        self.note_repeat(step, rows.extra)
         if rows.evicts:
             asked = self.collected.window
-            self.score(step, rows.rows, None if asked is None else asked[step.layer])
-        if not self.evictor.is_last(step.layer):
-            return
-        self.drop_extra_entries()
-        if rows.evicts:
-            self.decide_together()
+            super().after_layer(step, rows, None if asked is None else asked[step.layer])
 
     def _seen(self, extra: ExtraTokens) -> Tensor:
         """The entries over which a chunk's scores are taken, beside the repeat's own: int64 [rows or 1, N]."""
@@ -61,8 +57,8 @@ class EvictionByRepeat(EvictionByScore):
         own = before.to(device, torch.int64)[:, None] + torch.arange(chunk.start, chunk.stop, device=device)
         return torch.cat((first.expand(len(own), -1), own), 1)
 
-    def _note(self, step: LayerStep, extra: ExtraRows) -> None:
-        """Note what the chunk's tokens received in a layer."""
+    def note_repeat(self, step: LayerStep, extra: ExtraRows) -> None:
+        """Note what a chunk's tokens received in a layer; after the last one its repeat is dropped."""
         tokens, chunk = self.tokens(step, extra.rows), self._of_phase(extra.tokens)
         first = self._sinks_before(chunk)
         if self.scratch is None:
@@ -74,6 +70,8 @@ class EvictionByRepeat(EvictionByScore):
         sums = self.collected.sums_of(self.evictor.sources, tokens)
         most = repeat_attention(tokens.query, keys, places, step.scale, step.softcap)
         sums[REPEATED][:, chunk] = most
+        if self.evictor.is_last(step.layer):
+            self.drop_extra_entries()
 
     def _of_phase(self, extra: ExtraTokens) -> slice:
         """The tokens of the phase that are repeated."""
@@ -91,7 +89,7 @@ class EvictionByRepeat(EvictionByScore):
 
     def _seen_keys(self, tokens: LayerTokens, first: int, chunk: slice, count: int) -> Tensor:
         """The keys over which a chunk's scores are taken, [Hkv, N, d]: the first ones, the chunk's, the repeat's."""
-        sources, n = self.evictor.sources, self.phase.n
+        sources, n = self.evictor.sources, self.resident.tokens - self.phase.begins
         parts = [
             sources.cache.read("key", tokens.request_slot, tokens.step.layer, first),
             tokens.keys_between(sources, chunk.start, chunk.stop),
@@ -103,7 +101,7 @@ class EvictionByRepeat(EvictionByScore):
 class ByRepeat(ByScore):
     """The candidates of all layers compete, by what each received while the prompt was repeated."""
 
-    eviction = EvictionByRepeat
+    eviction: type[Eviction] = EvictionByRepeat
     reads_token_ids = True
     repeats_prompt = True
 
@@ -111,16 +109,16 @@ class ByRepeat(ByScore):
         return int(params["kvzip_chunk"]) + MOST_EXTRA_ROWS
 
     def chunks(self, phase: Phase, longest: int) -> list[tuple[int, int]]:
-        stop, size = phase.end, _chunk_size(phase, longest)
+        stop, size = phase.repeated_at, _chunk_size(phase, longest)
         return [(start, min(start + size, stop)) for start in range(phase.begins, stop, size)]
 
     def conflict_with_length(self, phase: Phase, longest: int) -> str | None:
-        if _chunk_size(phase, longest) >= min(MIN_CHUNK, phase.n):
+        if _chunk_size(phase, longest) >= min(MIN_CHUNK, phase.repeated_at - phase.begins):
             return None
         most = longest - MIN_CHUNK - MOST_EXTRA_ROWS - 1
         return (
             f"repeats the tokens it evicts after the prompt, so with --max-model-len {longest} it can evict at most "
-            f"{max(most, 0)} tokens, not {phase.end}"
+            f"{max(most, 0)} tokens, not {phase.repeated_at}"
         )
 
     def extra_entries(self, phase: Phase, page_size: int) -> int:
@@ -141,5 +139,5 @@ class ByRepeat(ByScore):
 def _chunk_size(phase: Phase, longest: int) -> int:
     """Tokens of a chunk: what the policy says, but no more than a request of ``longest`` tokens has room for."""
     # vLLM counts one token more than is computed, since a request that ends there would sample.
-    room = longest - phase.end - MOST_EXTRA_ROWS - 1
-    return min(phase.config.params["kvzip_chunk"], phase.n, room)
+    room = longest - phase.repeated_at - MOST_EXTRA_ROWS - 1
+    return min(phase.config.params["kvzip_chunk"], phase.repeated_at - phase.begins, room)

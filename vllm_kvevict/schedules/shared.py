@@ -84,7 +84,7 @@ class EvictionByWeight(Eviction):
 class ByWeight(Schedule):
     """Each layer gets a share of the budget by a weight that its scores give it."""
 
-    eviction = EvictionByWeight
+    eviction: type[Eviction] = EvictionByWeight
 
     def can_recycle(self, config: EvictionConfig, num_stages: int, is_asynchronous: bool) -> bool:
         # With a guarantee, rounded head budgets may grow by a token as a layer's budget shrinks.

@@ -31,7 +31,6 @@ class Whole(Schedule):
     """A layer is compacted in its own forward, so a prompt that one step reads can recycle pages."""
 
     eviction = WholeEviction
-    layers_are_apart = True
 
     def can_recycle(self, config: EvictionConfig, num_stages: int, is_asynchronous: bool) -> bool:
         return _decides_in_each_layer(config, is_asynchronous)

@@ -196,9 +196,10 @@ class Account:
 
     def _extra_entries(self, prompt: Phase, tokens: int) -> int:
         """Entries that each row may hold beside so many tokens, until the prompt is evicted."""
-        if tokens != prompt.end:
-            return prompt.extra_tokens(tokens)
-        return schedule_of(prompt).extra_entries(prompt, self.counts[0].page_size)
+        extra = prompt.extra_tokens(tokens)
+        if tokens == prompt.repeated_at:
+            extra += schedule_of(prompt).extra_entries(prompt, self.counts[0].page_size)
+        return extra
 
     def _promised_at(self, tokens: int, held: Sequence[int], terms: Terms) -> list[int]:
         """Pages that it is still promised on each rank when it holds ``held`` at ``tokens`` tokens."""
@@ -248,8 +249,8 @@ class Account:
         self.pending = PendingEviction(
             phase,
             set(range(len(self.counts))),
-            schedule.chunks(phase, longest) if tokens == phase.end else [],
-            schedule.decides_across_stages(self.bounds.num_stages),
+            schedule.chunks(phase, longest) if tokens == phase.repeated_at else [],
+            tokens == phase.end and schedule.decides_across_stages(self.bounds.num_stages),
             self.terms.by_layer or is_copied or not schedule.holds_whole_prompt,
         )
         if self.pending.by_bound:

@@ -352,10 +352,10 @@ def _tokens_of(extra: ExtraTokens, request: Request, plan: Plan) -> tuple[list[i
     a step computes."""
     assert request.prompt_token_ids is not None
     part = plan.part_of(extra.start)
-    n = part.end
-    prompt = request.prompt_token_ids[:n]
     if not schedule_of(part).repeats_prompt:
-        return prompt[: extra.stop], extra.start
+        return request.prompt_token_ids[: extra.stop], extra.start
+    n = part.repeated_at
+    prompt = request.prompt_token_ids[:n]
     prompts = RequestOptions.of(request.sampling_params).rendered.repeat or RepeatPrompts()
     return [*prompt, *prompts.behind(prompt).rows(prompt, extra.start, extra.stop)], n
 

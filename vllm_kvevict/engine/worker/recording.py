@@ -100,7 +100,7 @@ class Recorder:
         comm, key = self.evictor.comm, _key(admission)
         first_head = comm.local_heads.start if comm else 0
         scores = self._scores.pop(key, {})
-        for layer, stored in sorted(self._stored[key].items()):
+        for layer, stored in sorted(self._stored.get(key, {}).items()):
             self.decisions.append(
                 Decision(
                     admission.request_id,
@@ -111,7 +111,7 @@ class Recorder:
                 )
             )
         if admission.plan.next_eviction(tokens) is None:
-            del self._stored[key]
+            self._stored.pop(key, None)
 
 
 def _with_pinned(kept: Sequence[Tensor], first: IntArray) -> list[Tensor]:
