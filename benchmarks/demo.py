@@ -23,7 +23,7 @@ from benchmarks.harness.documents import Answer, http_client
 from benchmarks.harness.documents import ask as ask_about
 from benchmarks.harness.kept import comparison_table, kept_table
 from benchmarks.harness.options import add, add_dtype, add_start_patience, budget, whole
-from benchmarks.harness.scenarios import SCRATCH, STOCK, Round, Scenario
+from benchmarks.harness.scenarios import SCRATCH, STOCK, Evicting, Round, Scenario
 from benchmarks.harness.server import Server, alone, cpu_environment, run_benchmark
 from benchmarks.quality import NEEDLE
 from benchmarks.quality.tokenizer import SPECIAL, vocabulary
@@ -82,9 +82,9 @@ class LongAnswer(Needle):
         return self.output_len // 8
 
     @property
-    def evicting(self) -> dict[str, float]:
+    def evicting(self) -> dict[str, Evicting]:
         """The side with eviction, and the budget of its prompts."""
-        return {f"--kv-decode-budget {self.decode_budget}": self.budgets[0]}
+        return {f"--kv-decode-budget {self.decode_budget}": (self.budgets[0], 0)}
 
     def flags(self, side: str) -> list[str]:
         """Also the budget of answers."""

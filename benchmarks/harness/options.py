@@ -127,11 +127,16 @@ def changed(parser: argparse.ArgumentParser, arguments: argparse.Namespace, base
 
 
 def add_budgets(parser: argparse.ArgumentParser) -> None:
-    """The budgets of a scenario, a side each."""
+    """The budgets and lookaheads of a scenario, a side for each two of them."""
     about = "budgets to compare (default: the scenario's)"
     parser.add_argument("--budget", type=budget, nargs="+", metavar="X", dest="budgets", help=about)
+    about = "tokens of each answer that are written before its prompt is evicted, to compare (default: 0)"
+    parser.add_argument("--lookahead", type=int, nargs="+", metavar="N", dest="lookaheads", help=about)
 
 
 def with_budgets(arguments: argparse.Namespace, scenario: Scenario) -> Scenario:
-    """The scenario with the budgets that were given."""
-    return replace(scenario, budgets=tuple(dict.fromkeys(arguments.budgets or scenario.budgets)))
+    """The scenario with the budgets and lookaheads that were given."""
+    budgets, lookaheads = arguments.budgets or scenario.budgets, arguments.lookaheads or scenario.lookaheads
+    return replace(
+        scenario, budgets=tuple(dict.fromkeys(budgets)), lookaheads=tuple(dict.fromkeys(lookaheads))
+    )

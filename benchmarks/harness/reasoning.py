@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness.measure import USUAL, kind
-from benchmarks.harness.scenarios import SPEED, STOCK, Round, Scenario, Target, counts
+from benchmarks.harness.scenarios import SPEED, STOCK, Evicting, Round, Scenario, Target, counts
 
 POLICY = "ada-snapkv"
 """Whose side is held against the targets."""
@@ -30,9 +30,9 @@ class LongAnswers(Scenario):
     decode_interval: int = 128
 
     @property
-    def evicting(self) -> dict[str, float]:
+    def evicting(self) -> dict[str, Evicting]:
         """The one side with eviction, and the budget of its prompts."""
-        return {self.policy: self.budgets[0]}
+        return {self.policy: (self.budgets[0], 0)}
 
     @property
     def evicts(self) -> bool:

@@ -1,5 +1,6 @@
 """What the serving benchmarks compare: the model, the loads and the memory they run in, the sides, the targets."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
@@ -24,6 +25,8 @@ STOCK = "stock"
 LEAST_ROUNDS = 3
 """Fewer give no interval that a target could be held against."""
 
+Evicting = tuple[float, int]
+"""Budget and lookahead of a side."""
 Round = dict[str, Any]
 """What came of every turn, by its name: a ``load.Run``, or a ``documents.Run``."""
 
@@ -130,12 +133,12 @@ class Comparison(ABC):
 
 @dataclass(frozen=True)
 class Scenario(Comparison):
-    """Requests that come at once or at a rate; stock vLLM, and eviction at some budgets.
+    """Requests that come at once or at a rate; stock vLLM, and eviction at some budgets and lookaheads.
 
     Attributes:
         requests, input_len, output_len, spread, rate: see Load.
         policy: of the sides with eviction.
-        budgets: one side with eviction for each.
+        budgets, lookaheads: one side with eviction for each two of them.
         tensor, pipeline: ranks of each server.
         baseline: another version of this package, which serves each budget once more.
     """
@@ -144,6 +147,7 @@ class Scenario(Comparison):
     input_len: int
     output_len: int
     budgets: tuple[float, ...] = (0.2,)
+    lookaheads: tuple[int, ...] = (0,)
     policy: str = "ada-snapkv"
     spread: float = 0.0
     rate: float | None = None
@@ -167,9 +171,10 @@ class Scenario(Comparison):
         return STOCK
 
     @property
-    def evicting(self) -> dict[str, float]:
-        """Name and budget of the sides with eviction that are compared with stock vLLM."""
-        return {f"budget {budget:g}": budget for budget in self.budgets}
+    def evicting(self) -> dict[str, Evicting]:
+        """The sides with eviction that are compared with stock vLLM, by their names."""
+        sides = itertools.product(self.budgets, self.lookaheads)
+        return {f"budget {budget:g}{with_lookahead(ahead)}": (budget, ahead) for budget, ahead in sides}
 
     @property
     def baselines(self) -> list[str]:
@@ -185,8 +190,9 @@ class Scenario(Comparison):
         """What a side's server is told that no other is."""
         if side == STOCK:
             return []
-        budget = self.evicting[side.removesuffix(of_baseline(""))]
-        return ["--kv-eviction", self.policy, "--kv-budget", f"{budget:g}"]
+        budget, ahead = self.evicting[side.removesuffix(of_baseline(""))]
+        flags = ["--kv-eviction", self.policy, "--kv-budget", f"{budget:g}"]
+        return [*flags, "--kv-eviction-config.lookahead", str(ahead)] if ahead else flags
 
     def environment(self, threads: int | None) -> dict[str, str]:
         """Of every server; ``threads`` are OpenMP threads of each rank, None: as vLLM places them."""
@@ -251,6 +257,9 @@ class Scenario(Comparison):
             SPEED: over(rounds, speed, side, self.reference),
             PER_CPU: over(rounds, lambda run: run.tokens_per_cpu_second, side, self.reference),
         }
+        without = side.removesuffix(with_lookahead(self.evicting[side][1]))
+        if side != without and without in self.sides:
+            result[OVER_NONE] = over(rounds, speed, side, without)
         if self.baseline:
             result[OVER_BASELINE] = over(rounds, speed, side, of_baseline(side))
         return result
@@ -282,6 +291,11 @@ def token_bytes(dtype: str, layers: int = LAYERS) -> int:
     return layers * KV_HEADS * entry_bytes(dtype)
 
 
+def with_lookahead(ahead: int) -> str:
+    """What a side's name ends with."""
+    return f", lookahead {ahead}" if ahead else ""
+
+
 def of_baseline(side: str) -> str:
     """The side that the baseline serves with the same budget."""
     return f"{side}, baseline"
@@ -306,12 +320,16 @@ SCENARIOS = {
         budgets=(1.0,),
         rounds=7,
     ),
+    "short-answers": Scenario(
+        "memory for 4 of 24 requests with short answers: their prompts dominate", *(24, 2048, 32), pool=4
+    ),
     "prefill-bound": Scenario(
         "everything fits and prompts dominate: eviction has little to save", *(8, 4096, 32), pool=8, rounds=7
     ),
 }
 
 OVER_BASELINE = "output tokens/s over the baseline's"
+OVER_NONE = "output tokens/s over no lookahead's"
 SPEED, PER_CPU = "output tokens/s over stock's", "output tokens per CPU second over stock's"
 TARGETS: dict[Kind, dict[str, dict[str, float]]] = {
     ("avx512", "bfloat16"): {

@@ -13,7 +13,18 @@ from pathlib import Path
 from benchmarks.harness.load import Load
 from benchmarks.harness.measure import Estimate
 from benchmarks.harness.models import make_variant
-from benchmarks.harness.scenarios import SCRATCH, SPEED, STOCK, Round, Scenario, Target, model, over, speed
+from benchmarks.harness.scenarios import (
+    SCRATCH,
+    SPEED,
+    STOCK,
+    Evicting,
+    Round,
+    Scenario,
+    Target,
+    model,
+    over,
+    speed,
+)
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -70,9 +81,9 @@ class Copying(Scenario):
         return with_ngram(STOCK)
 
     @property
-    def evicting(self) -> dict[str, float]:
+    def evicting(self) -> dict[str, Evicting]:
         """The sides with eviction and drafts."""
-        return {with_ngram(side): budget for side, budget in super().evicting.items()}
+        return {with_ngram(side): how for side, how in super().evicting.items()}
 
     @property
     def sides(self) -> list[str]:

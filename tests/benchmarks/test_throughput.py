@@ -82,9 +82,9 @@ def test_pool_holds_as_many_full_requests_as_it_says(name, dtype):
 
 
 def test_options_change_the_scenario():
-    changes = ["--requests", "3", "--budget", "0.5", "0.2", "--rounds", "1"]
+    changes = ["--requests", "3", "--budget", "0.5", "0.2", "--rounds", "1", "--lookahead", "0", "16"]
     arguments, chosen = parse_arguments(["overhead", *changes, "--dtype", "float32"])
-    given = {"requests": 3, "budgets": (0.5, 0.2), "rounds": 1, "dtype": "float32"}
+    given = {"requests": 3, "budgets": (0.5, 0.2), "rounds": 1, "dtype": "float32", "lookaheads": (0, 16)}
     assert chosen == {"overhead": replace(SCENARIOS["overhead"], **given)} and arguments.threads is None
     assert parse_arguments(["overhead", "--threads", "1"])[0].threads == 1
     assert parse_arguments(["--dtype", "bfloat16"])[1] == {"pool-bound": SCENARIOS["pool-bound"]}
@@ -92,9 +92,11 @@ def test_options_change_the_scenario():
 
 def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
     monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
-    scenario = replace(SCENARIOS["pool-bound"], tensor=2, dtype="float32")
-    stock, evicting = (scenario.server(side, threads=1).command for side in scenario.sides)
+    scenario = replace(SCENARIOS["pool-bound"], tensor=2, dtype="float32", lookaheads=(0, 16))
+    stock, evicting, later = (scenario.server(side, threads=1).command for side in scenario.sides)
     assert evicting[-4:] == ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
+    assert later[-2:] == ["--kv-eviction-config.lookahead", "16"]
+    assert without_port(later)[:-2] == without_port(evicting)
     assert without_port(stock) == without_port(evicting)[:-4]
     per_rank = stock[stock.index("--kv-cache-memory-bytes") + 1]
     assert int(per_rank) * 2 == scenario.kv_bytes()
