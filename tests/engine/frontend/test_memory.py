@@ -155,7 +155,8 @@ def test_an_answer_that_might_not_fit_is_refused_before_a_stream_begins(models) 
 
 
 def test_what_lies_aside_takes_its_part_of_the_memory(models, monkeypatch) -> None:
-    """Of a server that keeps a score of two bytes beside entries of 256."""
+    """Of a server that keeps a score of two bytes beside entries of 256. What requests hold is taken before vLLM
+    measures: it gives the KV cache what it finds free."""
     vllm_config = configure(models, kv_eviction="snapkv")
     plain, plans = memory.layout_of(vllm_config), [plan_for(options_of(vllm_config), 5000)]
     needed = memory.bytes_for(vllm_config, plans, 5000)
@@ -165,10 +166,12 @@ def test_what_lies_aside_takes_its_part_of_the_memory(models, monkeypatch) -> No
     more = memory.bytes_for(vllm_config, plans, 5000)
     assert (layout.page_bytes, layout.aside_bytes) == (32 * 256, 32 * 2) and 256 * more == 258 * needed
 
-    runtime = SimpleNamespace(take_reserve=lambda: None, vllm_config=vllm_config)
+    calls: list[str] = []
+    runtime = SimpleNamespace(take_reserve=lambda: calls.append("taken"), vllm_config=vllm_config)
     monkeypatch.setattr(worker, "get_runtime", lambda: runtime)
-    found = type("Found", (), {"determine_available_memory": lambda self: more})
+    found = type("Found", (), {"determine_available_memory": lambda self: calls.append("measured") or more})
     assert type("Worker", (worker._EvictionMixin, found), {})().determine_available_memory() == needed
+    assert calls == ["taken", "measured"]
 
 
 def test_memory_for_everything_needs_no_check(models) -> None:

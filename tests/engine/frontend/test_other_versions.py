@@ -3,13 +3,14 @@
 import os
 import re
 import subprocess
+import sys
 
 import httpx
 import pytest
 from vllm import SamplingParams
 
 from tests.engine.support import other_vllm, running
-from tests.engine.support.serving import Server, bare_command
+from tests.engine.support.serving import Server, command
 from vllm_kvevict import compatibility
 from vllm_kvevict.compatibility import refusal
 from vllm_kvevict.engine.registration import asked_on_command_line
@@ -42,11 +43,11 @@ print(json.dumps({
 
 
 def serve_help(version: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return bare_command("-c", COMMAND, version, "serve", "--help=KVEviction", *words)
+    return command(sys.executable, "-c", COMMAND, version, "serve", "--help=KVEviction", *words)
 
 
 def from_python(version: str, model: str, settings: str = "{}") -> subprocess.CompletedProcess[str]:
-    return bare_command("-c", FROM_PYTHON, version, model, settings)
+    return command(sys.executable, "-c", FROM_PYTHON, version, model, settings)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_the_command_line_is_vllms_own():
 
 
 def test_a_server_with_the_flag_ends_with_one_line(model):
-    ended = bare_command("-c", COMMAND, UNKNOWN, "serve", model, "--kv-eviction", "snapkv")
+    ended = command(sys.executable, "-c", COMMAND, UNKNOWN, "serve", model, "--kv-eviction", "snapkv")
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1] == f"vllm serve: error: {SENTENCE}"
 

@@ -1,5 +1,6 @@
 """What requests hold beside their KV: set aside at start-up, shared out in turn, and refused where it was not."""
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +19,13 @@ import vllm_kvevict.engine  # noqa: F401
 from tests.engine.support.masked import evicted_layers
 from tests.engine.support.running import Ask, engine, evicting_engine, run
 from tests.engine.support.servers import DIMS, HEAD_SIZE, PAGE, Setup, make_request
-from tests.engine.support.serving import bare_command
+from tests.engine.support.serving import command
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.scheduler.reserve import Reserve
-from vllm_kvevict.engine.worker import worker
 from vllm_kvevict.engine.worker.reserve import allocate
 from vllm_kvevict.engine.worker.runtime import get_runtime
-from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.policies import available
 from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -212,22 +211,6 @@ def test_places_do_not_overlap(steps) -> None:
 # The worker.
 
 
-def test_it_is_taken_before_vllm_measures(monkeypatch) -> None:
-    """vLLM gives the KV cache what it finds free."""
-    calls = []
-
-    class Worker:
-        def determine_available_memory(self) -> int:
-            calls.append("measured")
-            return 7
-
-    runtime = SimpleNamespace(take_reserve=lambda: calls.append("taken"), vllm_config=None)
-    monkeypatch.setattr(worker, "get_runtime", lambda: runtime)
-    monkeypatch.setattr(worker, "layout_of", lambda _: KVLayout.of_heads(16, 1, 1, 8, "float32"))
-    assert type("Ours", (worker._EvictionMixin, Worker), {})().determine_available_memory() == 7
-    assert calls == ["taken", "measured"]
-
-
 SIZE_AND_GROWTH = """
 from tests.engine.scheduler.test_reserve import _size_and_growth
 print(*_size_and_growth())
@@ -239,7 +222,7 @@ def test_vllm_finds_it_taken() -> None:
 
     In a process that has run no test: this one may have memory of earlier ones, which it would take again.
     """
-    ended = bare_command("-c", SIZE_AND_GROWTH)
+    ended = command(sys.executable, "-c", SIZE_AND_GROWTH)
     size, grown = map(int, ended.stdout.split()[-2:])
     assert size == 64 << 20
     assert grown > 0.9 * size

@@ -18,7 +18,7 @@ from benchmarks import demo
 from tests.documents import ROOT, blocks, commands
 from tests.engine.support.clients import eventually, words
 from tests.engine.support.forks import Forked, fork
-from tests.engine.support.serving import ENVIRONMENT, ForkedServer, bare_command, command
+from tests.engine.support.serving import ENVIRONMENT, ForkedServer, command
 
 README = ROOT / "README.md"
 CONFIGURATION = ROOT / "docs/CONFIGURATION.md"
@@ -147,7 +147,7 @@ def test_readme_offline(tmp_path):
     script.write_text(block)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # In one process: that of the example before has the engine and its worker in processes of their own.
-    done = bare_command(script, PYTHONPATH=path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    done = command(sys.executable, script, PYTHONPATH=path, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert done.returncode == 0, done.stderr
 
 

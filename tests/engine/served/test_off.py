@@ -2,12 +2,13 @@
 
 import json
 import re
+import sys
 from functools import cache
 
 import pytest
 
 from tests.engine.support.other_vllm import installed
-from tests.engine.support.serving import bare_command
+from tests.engine.support.serving import command
 
 pytestmark = pytest.mark.engine
 
@@ -62,7 +63,7 @@ def run(models):
         }
         if not installed:
             env["VLLM_PLUGINS"] = ""
-        ended = bare_command("-c", REPORT, models("llama"), **env)
+        ended = command(sys.executable, "-c", REPORT, models("llama"), **env)
         assert ended.returncode == 0, ended.stderr
         (line,) = re.findall(r"^REPORT (.*)$", ended.stdout, re.M)
         return json.loads(line), ended.stdout.replace(line, "") + ended.stderr

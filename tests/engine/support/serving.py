@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 
 from benchmarks.harness.server import Snapshot, end
-from tests.engine.support import bare
 from tests.engine.support.forks import Forked, fork
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,11 +50,6 @@ def command(*words: str | Path, timeout: float = 300, **env: str) -> subprocess.
         text=True,
         timeout=timeout,
     )
-
-
-def bare_command(*words: str | Path, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python`` with these words to its end, forked from a process that has imported vLLM and nothing of ours."""
-    return bare.run(*map(str, words), env=ENVIRONMENT | env, cwd=ROOT, timeout=timeout)
 
 
 def forked_command(*words: str | Path, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
