@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.harness import update_soak
 from benchmarks.harness.conversations import BLOCK
-from benchmarks.harness.traffic import EXPECTED, HUNG, LEFT, WRONG, Answer, Outcome
+from benchmarks.harness.traffic import EXPECTED, LEFT, WRONG, Answer, Outcome
 from benchmarks.harness.update_soak import UpdateSoak
 from benchmarks.harness.updates import (
     ABORTED,
@@ -183,7 +183,6 @@ def test_a_good_run_passes():
     [
         (whole("new", 75), "answers that were not as with nothing cached"),
         (cut_short("abort"), "answers refused, cut short or too long"),
-        (Outcome(HUNG), "requests that hung"),  # test_soak.py has the others that all soaks share
     ],
 )
 def test_each_requirement_can_fail(outcome, expected):

@@ -5,7 +5,6 @@ import pytest
 from tests.engine.served.test_decisions import check_evicted
 from tests.engine.served.test_kvzip import LAYOUTS, SERVER
 from tests.engine.support.running import Ask, evicting_engine, run
-from tests.registering import policy_with_both_defaults
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 BEST = {"rows": "max", "gqa": "max", "pooling": "decay"}
@@ -25,18 +24,3 @@ def test_maxima_that_fade(model, layout):
         for name, other in (("rows", "mean"), ("gqa", "mean"), ("pooling", "max")):
             with pytest.raises(AssertionError):
                 check_evicted(model, ask, answer, RepeatPrompts(), **{**BEST, name: other})
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("defaults", ["measured", "paper"])
-def test_whose_defaults_a_server_takes(models, defaults, monkeypatch):
-    """For a request that names the policy, which is not the server's."""
-    policy = policy_with_both_defaults(monkeypatch)
-    model, ask = models("llama", layers=3), Ask(300, policy, 0.2)
-    with evicting_engine(model, eviction={"defaults": defaults}, **SERVER) as llm:
-        (answer,) = run(llm, [ask], logits=True)
-    check_evicted(model, ask, answer, RepeatPrompts(), defaults=defaults)
-    with pytest.raises(AssertionError):
-        check_evicted(
-            model, ask, answer, RepeatPrompts(), defaults={"paper": "measured", "measured": "paper"}[defaults]
-        )
