@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -15,11 +17,8 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPImageProcessor,
     LlavaProcessor,
-    Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
-    Qwen3VLProcessor,
 )
 
 from benchmarks.harness.models import make_model, make_tokenizer
@@ -32,33 +31,7 @@ MARKS = {"<image>": 6, "<|image_pad|>": 6, "<|vision_start|>": 7, "<|vision_end|
 """Tokens beside text, in places of words."""
 IMAGE_IDS = {"llava": [6]}
 QWEN_IMAGE_IDS = [7, 6, 510]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<' + message['role'] + '> ' }}"
-    "{% if message['content'] is string %}{{ message['content'] + ' ' }}"
-    "{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] + ' ' }}{% else %}{{ 'IMAGE ' }}{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
-)
-CLIP = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "projection_dim": 64,
-}
-QWEN_VISION = {"depth": 2, "num_heads": 2, "patch_size": PATCH}
-NEWER_VISION = QWEN_VISION | {"hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128}
-QWEN_MARKS = {
-    "image_token_id": MARKS["<|image_pad|>"],
-    "video_token_id": MARKS["<|video_pad|>"],
-    "vision_start_token_id": MARKS["<|vision_start|>"],
-    "vision_end_token_id": MARKS["<|vision_end|>"],
-}
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+CHAT_TEMPLATE = Path(__file__).with_name("templates") / "with_images.jinja"
 
 
 @dataclass(frozen=True)
@@ -67,53 +40,20 @@ class Shape:
 
     Attributes:
         text: architecture of the model whose text it has.
-        text_config: what differs from that model's configuration.
-        settings: of the whole.
         processor: of Hugging Face.
+        settings: of the whole.
+        text_config: what differs from that model's configuration.
     """
 
     text: str
-    text_config: dict[str, Any]
+    processor: str
     settings: dict[str, Any]
-    processor: type
+    text_config: dict[str, Any] = field(default_factory=dict)
 
 
 SHAPES = {
-    "llava": Shape(
-        "llama",
-        {},
-        {
-            "image_token_index": MARKS["<image>"],
-            "vision_feature_layer": -1,
-            "vision_feature_select_strategy": "default",
-            "vision_config": CLIP,
-        },
-        LlavaProcessor,
-    ),
-    "qwen2_vl": Shape(
-        "qwen2",
-        {"model_type": "qwen2_vl_text", "rope_parameters": MROPE},
-        {**QWEN_MARKS, "vision_config": {**QWEN_VISION, "embed_dim": 64, "mlp_ratio": 2, "hidden_size": 128}},
-        Qwen2VLProcessor,
-    ),
-    "qwen2_5_vl": Shape(
-        "qwen2",
-        {"model_type": "qwen2_5_vl_text", "rope_parameters": MROPE},
-        {
-            **QWEN_MARKS,
-            "vision_config": NEWER_VISION | {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]},
-        },
-        Qwen2_5_VLProcessor,
-    ),
-    "qwen3_vl": Shape(
-        "qwen3",
-        {"model_type": "qwen3_vl_text", "rope_parameters": {**MROPE, "mrope_interleaved": True}},
-        {
-            **QWEN_MARKS,
-            "vision_config": NEWER_VISION | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-        },
-        Qwen3VLProcessor,
-    ),
+    kind: Shape(**shape)
+    for kind, shape in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["shapes"].items()
 }
 IMAGE = {"llava": "<image>"}
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -153,7 +93,9 @@ def _name_as_published(file: Path) -> None:
 
 def _processor(kind: str) -> Any:
     marks = {mark: index for mark, index in MARKS.items() if (mark == "<image>") == (kind == "llava")}
-    tokenizer = make_tokenizer(VOCAB, marks, CHAT_TEMPLATE.replace("IMAGE", IMAGE.get(kind, QWEN_IMAGE)))
+    tokenizer = make_tokenizer(
+        VOCAB, marks, CHAT_TEMPLATE.read_text().replace("IMAGE", IMAGE.get(kind, QWEN_IMAGE))
+    )
     if kind == "llava":
         size = {"height": SIDE, "width": SIDE}
         images = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=size)
@@ -163,7 +105,7 @@ def _processor(kind: str) -> Any:
         )
     pixels = {"min_pixels": (2 * PATCH) ** 2, "max_pixels": (16 * PATCH) ** 2, "patch_size": PATCH}
     images, videos = Qwen2VLImageProcessor(**pixels), Qwen2VLVideoProcessor(**pixels)
-    return SHAPES[kind].processor(images, tokenizer, videos, tokenizer.chat_template)
+    return getattr(transformers, SHAPES[kind].processor)(images, tokenizer, videos, tokenizer.chat_template)
 
 
 def picture(seed: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
@@ -202,5 +144,5 @@ class AskWithImages(Ask):
         """What Hugging Face's model is given beside tokens, those of images included."""
         inputs = AutoImageProcessor.from_pretrained(model)(self.images, return_tensors="pt")
         if self.kind != "llava":
-            inputs["mm_token_type_ids"] = (torch.tensor([tokens]) == QWEN_MARKS["image_token_id"]).int()
+            inputs["mm_token_type_ids"] = (torch.tensor([tokens]) == MARKS["<|image_pad|>"]).int()
         return dict(inputs)
