@@ -21,41 +21,21 @@ VOCAB = 700
 DOCUMENT = "The harbour of Rotterdam moved 467 million tonnes in 2022.\n\nIt is the largest port of Europe. "
 QUESTION = "Which port is the largest?"
 
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+def template(name: str) -> str:
+    """A template for chats."""
+    return (TEMPLATES / f"{name}.jinja").read_text().removesuffix("\n")
+
+
 TURNS = "{% for m in messages %}"
-ANSWER = "{% if add_generation_prompt %}"
-CHATML = (
-    TURNS + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    + ANSWER + "<|im_start|>assistant\n{% endif %}"
-)  # fmt: skip
-LLAMA3 = (
-    "{{ bos_token }}" + TURNS + "<|head|>{{ m.role }}<|/head|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
-    + ANSWER + "<|head|>assistant<|/head|>\n\n{% endif %}"
-)  # fmt: skip
-# Roles have to alternate, and must begin with the user.
-STRICT = (
-    "{{ bos_token }}" + TURNS + "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}"
-    "{% endfor %}"
-)
-PLAIN = (
-    TURNS + "{{ m.role | upper }}: {{ m.content }}\n{% endfor %}" + ANSWER + "ASSISTANT:{% endif %}"
-)  # fmt: skip
-# The instructions stand in the last user message.
-SYSTEM_LAST = (
-    TURNS + "{% if m.role == 'user' %}[INST] {% if loop.last and messages[0].role == 'system' %}"
-    "{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
-)
-# Nobody knows what a chat without a user is, and thoughts before the last question are forgotten.
-THINKING = (
-    "{% set ns = namespace(last=-1) %}" + TURNS
-    + "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% if ns.last < 0 %}{{ raise_exception('No user query found in messages.') }}{% endif %}"
-    + TURNS + "<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning }}</think>{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}" + ANSWER + "<|im_start|>assistant\n{% endif %}"
-)  # fmt: skip
+CHATML = template("chatml")
+LLAMA3 = template("llama3")
+STRICT = template("strict")
+PLAIN = template("plain")
+SYSTEM_LAST = template("system_last")
+THINKING = template("thinking")
 GLUED = TURNS + "{{ m.content }}{% endfor %}"
 REVERSED = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 BLIND = "{{ messages[0].content }}"

@@ -2,49 +2,13 @@
 
 from typing import Any
 
-from tests.engine.support.chats import ANSWER, CHATML, TURNS
+from tests.engine.support.chats import CHATML, TURNS, template
 
-# The instructions stand in the last user message, as Mistral Nemo's do.
-MOVES_SYSTEM = (
-    "{{ bos_token }}{% set ns = namespace(last=-1) %}" + TURNS
-    + "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}" + TURNS
-    + "{% if m.role == 'user' %}[INST]{% if loop.index0 == ns.last and messages[0].role == 'system' %}"
-    "{{ messages[0].content }}\n\n{% endif %}{{ m.content }}[/INST]"
-    "{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]"
-    "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
-)  # fmt: skip
-
-# Thoughts before the last question are forgotten, and who answers for a tool does not ask, as in Qwen 3's.
-QUESTIONS = (
-    "{% set ns = namespace(last=-1) %}" + TURNS + "{% if m.role == 'user' and not "
-    "(m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-)
-MESSAGE = "{{ m.content }}<|im_end|>\n{% endfor %}" + ANSWER + "<|im_start|>assistant\n{% endif %}"
-DROPS_THOUGHTS = (
-    QUESTIONS + TURNS + "{% if m.role == 'tool' %}"
-    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
-    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}{% continue %}{% endif %}"
-    "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > ns.last and m.reasoning %}"
-    "<think>\n{{ m.reasoning }}\n</think>\n\n{% endif %}" + MESSAGE
-)  # fmt: skip
-# The same, but the place for thoughts is there without any.
-DROPS_EMPTY = (
-    QUESTIONS + TURNS + "<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>\n\n</think>\n\n{% endif %}" + MESSAGE
-)  # fmt: skip
+MOVES_SYSTEM = template("moves_system")
+DROPS_THOUGHTS = template("drops_thoughts")
+DROPS_EMPTY = template("drops_empty")
 NO_RESULTS = CHATML.replace(TURNS, "{% for m in messages if m.role != 'tool' %}")
-# Results stand in the order of their calls' names.
-SORTED = (
-    "{% for r in messages[loop.index0:][:2] | selectattr('role', 'equalto', 'tool') | sort(attribute='tool_call_id') %}"
-    "{{ r.content }};{% endfor %}"
-)
-SORTS_RESULTS = (
-    TURNS + "{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% elif messages[loop.index0 - 1].role != 'tool' %}<|im_start|>tool\n" + SORTED + "<|im_end|>\n{% endif %}"
-    "{% endfor %}" + ANSWER + "<|im_start|>assistant\n{% endif %}"
-)  # fmt: skip
+SORTS_RESULTS = template("sorts_results")
 
 SYSTEM = {"role": "system", "content": "You know every harbour of Europe."}
 
