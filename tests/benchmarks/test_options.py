@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,41 +55,7 @@ def test_what_compares_speeds_takes_a_dtype(name, at_level, capsys):
     assert "--dtype" in capsys.readouterr().err
 
 
-WRONG = """
-attention --batch 0: must be at least 1
-attention --shares 0.2 1.5: --shares must be in
-breakdown --context 100: --context must be at least 256
-breakdown --threads 1000: --threads must be at most
-breakdown --budget 1.5: --budget: must be in
-decode --batch 5000: --batch must be at most
-decode --contexts 512 0: --contexts: must be at least 1
-eviction --policies full: --policies must evict
-ledger --rounds 1000: --rounds must be at most
-prompts --tokens 256 0: --tokens: must be at least 1
-steps --chunk 8192: --chunk must be above 1
-steps --share 0.6: --share must be
-demo --budget 7.5: --budget: must be in
-demo --policy full: --policy: invalid choice
-demo --answer 9999: --answer must be at most
-kvpress --input-len 100: must keep more than 32 tokens
-kvpress --budget 1: --budget must be below 1
-kvpress --output-len 1: --output-len must be at least 2
-latency --rates 0: --rates: must be above 0
-prefix nothing: there is no scenario nothing
-throughput overhead --decode-budget 5: --decode-budget belongs to other scenarios
-throughput reasoning-long --policy h2o: --policy must evict answers
-throughput overhead --values 3: --values belong to --sweep
-throughput overhead --sweep pool: --sweep has a load of its own
-throughput --sweep pool --pool 3: --sweep pool sets that itself
-throughput --sweep parallel --values 2x0: --values 2x0: must be at least 1
-throughput --sweep context --values -5x: --values
-throughput overhead --baseline .: --baseline: there is no bin/python
-soak --without-reset: --without-reset needs --updates
-soak --minutes 1: not allowed with argument --requests
-"""
-
-
-@pytest.mark.parametrize("case", WRONG.strip().splitlines())
+@pytest.mark.parametrize("case", Path(__file__).with_name("wrong_options.txt").read_text().splitlines())
 def test_wrong_options_are_named(case, capsys):
     line, _, message = case.partition(": ")
     name, *words = line.split()

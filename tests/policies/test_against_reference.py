@@ -2,10 +2,12 @@
 
 import dataclasses
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from vllm_kvevict.policies import (
     EvictionConfig,
@@ -13,6 +15,7 @@ from vllm_kvevict.policies import (
     LayerScores,
     Rotary,
     available,
+    decoding_policies,
     layer_budgets,
     parameters,
     score_layer,
@@ -25,36 +28,7 @@ from .layers import those_of
 from .reference_scores import SCORE, Scored, Tensors, Turns
 from .seeds import named
 
-CHOICES = {
-    "window": [1, 2, 5, 8],
-    "kernel": [1, 3, 5, 7, 9],
-    "pooling": ["max", "avg", "none", "decay"],
-    "gqa": ["mean", "max"],
-    "rows": ["mean", "max", "recent"],
-    "sinks": [0, 1, 4],
-    "beta": [1, 2, 5, 20],
-    "alpha": [0.0, 0.1, 0.2, 0.37, 0.5, 1.0],
-    "ada_safeguard": ["interp", "interp", "guarantee"],
-    "h2o_norm": ["sum", "mean"],
-    "gamma": [0.0, 1.0, 200.0],
-    "tau1": [0.4, 1.0, 1.6],
-    "tau2": [0.4, 1.0, 1.6],
-    "skip_layers": [0, 1, 2],
-    "first": [0.0, 0.29, 0.5, 1.0],
-    "mass": [0.0, 0.5, 0.8, 0.9, 1.0],
-    "take_chunk": [8, 4096],
-    "take_probe": [1, 2, 5, 8],
-    "take_alpha": [0.0, 0.2, 1.0],
-    "take_warmup_layers": ["auto", 0, 1],
-    "take_warmup_budget": ["auto", 1000],
-    "take_guide": ["prompt", "chunk"],
-    "kvzip_chunk": [64, 512],
-    "kvzip_sees": ["all", "chunk"],
-    "leverage_chunk": [1, 2, 7, 16, 512],
-    "blend": [0.0, 0.5, 3.0],
-    "n_future": [1, 7, 512],
-    "epsilon": [0.0, 0.01],
-}
+CHOICES = yaml.safe_load(Path(__file__).with_name("choices.yaml").read_text())
 WINDOWLESS = ("h2o", "knorm", "keydiff", "compactor")
 READ_ALL_QUERIES = ("h2o", "compactor", "expected-attention")
 SCORED = [policy for policy in available() if SCORE[policy]]
@@ -63,7 +37,8 @@ WEIGHTS = [0.0, 0.5, 0.5, 0.25, 1.0, 3.7, 1e6, float("nan"), float("inf")]
 
 def test_every_policy_and_parameter_is_covered():
     assert set(reference_select.RULES) == set(SCORE) == set(available())
-    assert {name for policy in available() for name in parameters(policy)} == set(CHOICES)
+    policies = (*available(), *decoding_policies())
+    assert {name for policy in policies for name in parameters(policy)} == set(CHOICES)
 
 
 def random_config(rng: random.Random, policy: str, **fixed) -> EvictionConfig:
@@ -251,15 +226,14 @@ def check_model(
 
 def check_stages(cfg: EvictionConfig, n: int, layers: list[LayerScores], kept: list) -> None:
     """One layer at a time, as in a layer's own forward, and several, as in a pipeline stage."""
-    if reference_select.RULES[cfg.policy][0] == "global":
-        if len(layers) > 1 and cfg.evicts(n):
-            with pytest.raises(ValueError, match="layer"):
-                select(cfg, layers[1:], n)
+    is_global = reference_select.RULES[cfg.policy][0] == "global"
+    is_dynamic = cfg.policy in reference_select.DYNAMIC and cfg.evicts(n)
+    if len(layers) > 1 and cfg.evicts(n) and (is_global or is_dynamic):
+        with pytest.raises(ValueError, match="layer"):
+            select(cfg, layers[1:], n)
+    if is_global:
         return
-    if cfg.policy in reference_select.DYNAMIC and cfg.evicts(n):
-        if len(layers) > 1:
-            with pytest.raises(ValueError, match="layer"):
-                select(cfg, layers[1:], n)
+    if is_dynamic:
         weights = [float(x.weight) for x in layers]
         budgets = layer_budgets(cfg, weights, n)
         b = budget_of(cfg, n)

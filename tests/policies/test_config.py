@@ -14,7 +14,6 @@ from vllm_kvevict.policies import EvictionConfig, available, parameters
         (150, 0.2, 30),
         (150, 1 - 0.8, 30),
         (100, 0.29, 29),
-        (99, 0.2, 19),
         (1, 0.2, 1),
         (4, 0.2, 1),
         (9, 0.1, 1),

@@ -10,9 +10,11 @@ import importlib.util
 import itertools
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
@@ -25,41 +27,9 @@ from transformers.models.llama.modeling_llama import (
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide
 
 HEADS, GROUP, SIZE, HIDDEN = 3, 2, 8, 36
-WINDOW = 8
-OURS = {"defaults": "paper", "window": WINDOW, "pooling": "avg", "kernel": 5}
-THEIRS = {"window_size": WINDOW, "kernel_size": 5}
-
-# Policy, its parameters, module and class of the press, its parameters, whether it is given the layer's attention.
-CASES = {
-    "snapkv": ("snapkv", OURS, "snapkv", "SnapKVPress", THEIRS, False),
-    "tova": ("tova", {}, "tova", "TOVAPress", {}, False),
-    "streaming-llm": (
-        "streaming-llm",
-        {"sinks": 4},
-        "streaming_llm",
-        "StreamingLLMPress",
-        {"n_sink": 4},
-        False,
-    ),
-    "knorm": ("knorm", {"window": 0}, "knorm", "KnormPress", {}, False),
-    "keydiff": ("keydiff", {"window": 0}, "keydiff", "KeyDiffPress", {}, False),
-    "expected-attention": (
-        "expected-attention",
-        {},
-        "expected_attention",
-        "ExpectedAttentionPress",
-        {},
-        False,
-    ),
-    "h2o": (
-        "h2o",
-        {"window": 0, "h2o_norm": "mean"},
-        "observed_attention",
-        "ObservedAttentionPress",
-        {},
-        True,
-    ),
-}
+CASES = yaml.safe_load(Path(__file__).with_name("kvpress.yaml").read_text())
+_, OURS, _, _, THEIRS, _ = CASES["snapkv"]
+WINDOW = OURS["window"]
 
 seeds = pytest.mark.parametrize("seed", range(4))
 lengths = pytest.mark.parametrize(("n", "budget"), [(40, 17), (97, 31), (150, 120), (301, 60)])

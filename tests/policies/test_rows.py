@@ -27,27 +27,14 @@ from . import reference_rows
 from .reference_rows import SCORE
 from .reference_scores import Tensors
 from .seeds import named
+from .test_against_reference import CHOICES
 
 SCORED = [policy for policy in decoding_policies() if SCORE[policy]]
-CHOICES = {
-    "window": [1, 2, 5, 8],
-    "kernel": [1, 3, 7],
-    "pooling": ["max", "avg", "none", "decay"],
-    "gqa": ["mean", "max"],
-    "rows": ["mean", "max", "recent"],
-    "sinks": [0, 1, 4],
-    "alpha": [0.0, 0.2, 0.37, 1.0],
-    "ada_safeguard": ["interp", "guarantee"],
-    "skip_layers": [0, 2],
-    "mix": [0.0, 0.1, 1.0],
-    "threshold": [0.3, 0.5, 0.9],
-}
 
 
 def test_which_policies_evict_answers():
     assert decoding_policies() == ("streaming-llm", "snapkv", "ada-snapkv", "knorm", "keydiff", "rkv")
     assert set(SCORE) == set(decoding_policies()) and "rkv" not in available()
-    assert {name for policy in decoding_policies() for name in parameters(policy)} == set(CHOICES)
 
 
 def random_config(rng: random.Random, policy: str) -> EvictionConfig:

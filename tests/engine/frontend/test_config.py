@@ -1,8 +1,10 @@
 """What users ask for: the server's options, one request's fields, and the plan that follows from both."""
 
 import json
+from pathlib import Path
 
 import pytest
+import yaml
 from vllm import SamplingParams
 
 from tests.registering import policy_with_both_defaults
@@ -63,36 +65,9 @@ def test_defaults():
     "raw, words",
     [
         ({"policy": "nope"}, ["--kv-eviction", "'nope'", *available()]),
-        ({"sinks": 4}, ["sinks", "snapkv", "window", "kernel", "min_prompt"]),
-        ({"budget": 32, "window": 32}, ["--kv-eviction", "window=32"]),
-        ({"check": "no"}, ["--kv-eviction-config.check", "'no'"]),
-        ({"scope": "turns", "budget": 300}, ["scope turns needs a budget", "a share of the tokens", "300"]),
-        ({"policy": "full", "scope": "turns", "budget": 300}, ["scope turns needs a budget", "300"]),
-        ({"policy": "take", "scope": "turns"}, ["scope turns cannot be used with policy take", "kvzip"]),
-        ({"policy": "dropkv", "scope": "turns"}, ["--kv-eviction-config.scope turns", "policy dropkv", "kvzip"]),
-        ({"policies": ["h2o", "no"]}, ["--kv-eviction-config.policies", "lava", "['h2o', 'no']"]),
-        ({"eviction_log": ""}, ["--kv-eviction-config.eviction_log", "path of a file", "''"]),
-        # Answers.
-        ({"decode_budget": -1}, ["--kv-decode-budget", "at least 0", "-1"]),
-        ({"decode_budget": "much"}, ["--kv-decode-budget", "'much'"]),
-        ({"decode_budget": 3}, ["--kv-decode-budget", "at least 4", "3"]),
-        ({"decode_budget": 16}, ["--kv-decode-budget", "window", "16"]),
-        ({"decode_budget": 1e19}, ["--kv-decode-budget", "at most 1099511627776", "1e+19"]),
-        ({"decode_budget": 40, "decode_interval": 2**63}, ["decode_interval", "at most", str(2**63)]),
-        ({"decode_budget": 40, "decode_window": 40}, ["--kv-decode-budget", "window=40"]),
-        ({"decode_budget": 40, "decode_policy": "h2o"}, ["decode_policy", "one of", "ada-snapkv", "'h2o'"]),
-        ({"kv_decode_budget": 1}, ["--kv-eviction-config.kv_decode_budget"]),
-        # Parameters of other policies.
-        ({"policy_params": {"snapkv": {"kernel": 9}}}, ["policies other than the server's own", "snapkv"]),
-        ({"policy_params": {"nope": {}}}, ["unknown policy 'nope'", "lava"]),
-        ({"policy_params": {"lava": {"rows": "max"}}}, ["policy_params.lava.rows", "does not apply", "gqa"]),
-        ({"policy_params": {"lava": {"kernel": 4}}}, ["policy_params.lava", "kernel must be an odd integer"]),
-        ({"policy_params": {"lava": {"pooling": "decay", "kernel": 9}}}, ["lava: kernel is not used with"]),
-        ({"policy_params": {"full": {"window": 9}}}, ["policy_params.full.window", "valid: none"]),
-        ({"policy_params": {"h2o": {"window": 9}}}, ["policy_params.h2o", "has no effect", "policies"]),
-        ({"policy": "full", "kernel": 9}, ["--kv-eviction-config.kernel does not apply to policy full"]),
+        *yaml.safe_load(Path(__file__).with_name("bad_options.yaml").read_text()),
     ],
-)  # fmt: skip
+)
 def test_bad_options(raw, words):
     with pytest.raises(KVEvictionError) as error:
         Options.parse({"policy": "snapkv", **raw})
