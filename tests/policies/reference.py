@@ -30,7 +30,7 @@ def always_kept(policy: str, b: int, p: dict[str, Any]) -> tuple[int, int]:
         return 0, 0
     if policy == "streaming-llm":
         return 0, shrunk(p["sinks"], b, 0)
-    last = 1 if policy == "tova" else p.get("take_probe" if policy == "take" else "window", 0)
+    last = p.get("take_probe" if policy == "take" else "window", int(policy == "tova"))
     window = shrunk(last, b, 1)
     sinks = p.get("sinks", 0)
     if last and b <= last:

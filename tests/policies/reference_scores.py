@@ -224,7 +224,7 @@ def vatp(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
 
 def tova(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
     per_head = [
-        [window_attention(t, 1, hq, head)[0, : t.n - 1].tolist() for hq in t.group(head)]
+        [window_attention(t, window, hq, head)[:, : t.n - window].mean(0).tolist() for hq in t.group(head)]
         for head in range(t.heads)
     ]
     return Scored([reduced([row for rows in per_head for row in rows], "mean")] * t.heads)

@@ -26,6 +26,7 @@ RULES = Rules(20, 12, 8)
 SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 512}
 TAKE = {"policy": "take", "budget": 48, "take_chunk": 64, "take_probe": 16, "take_alpha": 0.3}
 OPTIONS = RULES.options("ada-snapkv", **TAKE)
+LOOKAHEAD = {"policy": "ada-snapkv", "budget": 0.3, "lookahead": 12, "check": True}
 ASKS = [
     Ask(70, max_tokens=60),
     Ask(150, "ada-snapkv", 0.3, max_tokens=60, seed=1),
@@ -89,13 +90,16 @@ def score(llm, ask: Ask, answer: Answer) -> None:
 
 
 @pytest.mark.engine
-def test_ranks_that_share_a_kv_head(models) -> None:
-    model, asks = models("llama", heads=4, kv_heads=1), [ASKS[0], ASKS[1]]
-    options, answers = RULES.options("ada-snapkv"), []
+@pytest.mark.parametrize(
+    ("options", "evictions"), [(RULES.options("ada-snapkv"), 11), (LOOKAHEAD, 2)], ids=["answer", "lookahead"]
+)
+def test_ranks_that_share_a_kv_head(models, options: dict[str, Any], evictions: int) -> None:
+    model, answers = models("llama", heads=4, kv_heads=1), []
+    asks = [*ASKS[:2], dataclasses.replace(ASKS[1], policy="ada-criticalkv")]
     for ranks in (1, 2):
         with evicting_engine(model, eviction=options, **SMALL, tensor_parallel_size=ranks) as llm:
             answers.append(run(llm, asks))
-            assert metric(llm, "kv_eviction_evictions") == 7
+            assert metric(llm, "kv_eviction_evictions") == evictions
     assert_same(*answers)
 
 

@@ -11,7 +11,7 @@ from tests.engine.served.test_answers_anywhere import RULES, SMALL
 from tests.engine.support.answers import Rules
 from tests.engine.support.conversations import questions
 from tests.engine.support.emulated import emulated_gpu
-from tests.engine.support.masked import CLOSE, masked_logits
+from tests.engine.support.masked import CLOSE, check_logits, masked_logits
 from tests.engine.support.running import (
     Ask,
     assert_same,
@@ -97,14 +97,19 @@ def test_answers_behind_uncompressed_prefixes(model) -> None:
 
 GPU = Rules(12, 6, 4)
 """Few tokens, since kernels are interpreted."""
+LATER = {"policy": "ada-snapkv", "budget": 0.5, "lookahead": 6, "check": True}
 
 
 @pytest.mark.engine
-def test_on_the_pages_of_a_gpu_as_a_graph_replays_them(models, monkeypatch) -> None:
+@pytest.mark.parametrize("options", [GPU.options("ada-snapkv"), LATER], ids=["answers", "lookahead"])
+def test_on_the_pages_of_a_gpu_as_a_graph_replays_them(models, monkeypatch, options) -> None:
     """What a graph captured for a number of requests holds good for any step with as many decodes, though prompts of
     several lengths come and go; each writes its queries through the places that it looks up."""
     model = models("llama", layers=2)
     asks = [Ask(40, max_tokens=30), Ask(45, "ada-snapkv", 0.8, max_tokens=28, seed=1), Ask(33, max_tokens=19)]
+    if options is LATER:
+        policies = ("snapkv", "ada-snapkv", "criticalkv")
+        asks = [dataclasses.replace(x, policy=y, budget=0.5) for x, y in zip(asks, policies, strict=True)]
     captured: dict[int, Any] = {}
     replayed, places, reads = [], set(), []
     build, forward, asked = Runtime.build, RaggedImpl.forward, Runtime.reads_prompts
@@ -135,12 +140,16 @@ def test_on_the_pages_of_a_gpu_as_a_graph_replays_them(models, monkeypatch) -> N
 
     monkeypatch.setattr(Runtime, "build", building)
     monkeypatch.setattr(RaggedImpl, "forward", replaying)
-    settings = {"max_num_seqs": 2, "max_model_len": 256}
-    options = GPU.options("ada-snapkv")
+    # A prompt of 33 tokens is read with a last chunk of one.
+    settings = {"max_num_seqs": 2, "max_model_len": 256, "max_num_batched_tokens": 32}
     with emulated_gpu(), evicting_engine(model, eviction=options, **settings) as llm:
         answers = run(llm, asks, logits=True)
     monkeypatch.undo()
-    GPU.check(model, asks, answers)
+    if options is LATER:
+        for ask, answer in zip(asks, answers, strict=True):
+            check_logits(model, ask, answer, [ask.length + LATER["lookahead"]])
+    else:
+        GPU.check(model, asks, answers)
     assert {1, 2} <= set(replayed) and len(places) == 1
     # No step that decodes alone leaves the graphs for the position of an answer.
     decodes = [was for scheduled, was in reads if set(scheduled.values()) == {1}]

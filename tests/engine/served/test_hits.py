@@ -248,15 +248,17 @@ def test_a_chat_of_full_is_a_chat_of_vllm(model) -> None:
 
 
 @pytest.mark.engine
-def test_samples_of_one_prompt_read_it_once(model) -> None:
-    sampling = SamplingParams(n=4, seed=7, temperature=1, max_tokens=8, ignore_eos=True)
-    sampling.extra_args = {"kv_eviction": "ada-snapkv", "kv_budget": 0.3}
+@pytest.mark.parametrize("lookahead", [0, 4])
+def test_samples_of_one_prompt_read_it_once(model, lookahead: int) -> None:
+    options = {"policy": "ada-snapkv", "budget": 0.3, "lookahead": lookahead}
+    sampling = SamplingParams(n=4, seed=7, temperature=1, max_tokens=12, ignore_eos=True)
     said = {}
     for caching in (False, True):
-        with evicting_engine(model, **BASE, enable_prefix_caching=caching) as llm:
+        with evicting_engine(model, eviction=options, **BASE, enable_prefix_caching=caching) as llm:
             (output,) = llm.generate([Ask(600, seed=1).request], sampling, use_tqdm=False)
             said[caching] = [list(sample.token_ids) for sample in output.outputs]
             assert metric(llm, "prefix_cache_hits") == 3 * 512 * caching
+            assert metric(llm, "kv_eviction_evictions") == 4
     assert said[True] == said[False] and len({tuple(sample) for sample in said[True]}) > 1
 
 

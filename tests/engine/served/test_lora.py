@@ -74,14 +74,19 @@ def test_a_mixed_batch_equals_stock_when_nothing_is_evicted(model, adapters):
         assert tokens_of(run(llm, _asks(adapters, "ada-snapkv", 1.0))) == stock
 
 
-TAKE = {"take_chunk": 64, "take_probe": 16}
+TAKE = {"policy": "take", "budget": 64, "take_chunk": 64, "take_probe": 16}
+LOOKAHEAD = {"policy": "snapkv", "lookahead": 20}
+SERVERS = [
+    ({"ada-snapkv": 0.2, "compactor": 0.5}, {}),
+    ({"take": 64.0}, TAKE),
+    ({"ada-snapkv": 0.2, "pyramidkv": 0.3}, LOOKAHEAD),
+]
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("policies", [{"ada-snapkv": 0.2, "compactor": 0.5}, {"take": 64.0}], ids=" ".join)
-def test_what_is_kept_is_what_the_merged_model_keeps(model, adapters, policies):
+@pytest.mark.parametrize(("policies", "eviction"), SERVERS, ids=["prompts", "take", "lookahead"])
+def test_what_is_kept_is_what_the_merged_model_keeps(model, adapters, policies, eviction):
     asks = [ask for policy, budget in policies.items() for ask in _asks(adapters, policy, budget)]
-    eviction = {"policy": "take", "budget": 64, **TAKE} if "take" in policies else None
     with evicting_engine(model, **LORA, eviction=eviction) as llm:
         answers = run(llm, asks, logits=True)
     without_adapter = [dataclasses.replace(ask, adapter=None) for ask in asks]

@@ -66,16 +66,22 @@ def test_nothing_evicted_equals_stock(model, kind, stock):
 
 
 @pytest.mark.engine
-def test_logits_equal_those_of_a_masked_model(model, kind):
+@pytest.mark.parametrize("lookahead", [0, 12])
+def test_logits_equal_those_of_a_masked_model(model, kind, lookahead, stock):
     evicted = [*asks(kind, "ada-snapkv", 0.3), *asks(kind, "pyramidkv", 0.4)[:1]]
-    with evicting_engine(model, **CHUNKED) as llm:
+    with evicting_engine(model, eviction={"policy": "snapkv", "lookahead": lookahead}, **CHUNKED) as llm:
         answers = run(llm, evicted, logits=True)
-    for ask, answer in zip(evicted, answers, strict=True):
+    for ask, answer, plain in zip(evicted, answers, [*stock, stock[0]], strict=True):
+        assert answer.tokens[: lookahead + 1] == plain.tokens[: lookahead + 1]
         tokens = answer.prompt + answer.tokens
         images = ask.inputs(model, tokens) if isinstance(ask, AskWithImages) else {}
         expected, unevicted = (
             expected_logits(
-                model, ask, replace(answer, kept=kept), [len(answer.prompt)] * len(kept), images=images
+                model,
+                ask,
+                replace(answer, kept=kept),
+                [len(answer.prompt) + lookahead] * len(kept),
+                images=images,
             )
             for kept in (answer.kept, [])
         )

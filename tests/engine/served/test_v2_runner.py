@@ -10,6 +10,7 @@ import torch
 
 from tests.engine.served import test_answers_anywhere as anywhere
 from tests.engine.served import test_hits as hits
+from tests.engine.served import test_lookahead as lookahead
 from tests.engine.support.conversations import conversation
 from tests.engine.support.running import CLOSE, Ask, evicting_engine, num_preemptions, run
 from tests.engine.support.v2_runner import NewProcess
@@ -46,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "answers": {**anywhere.SMALL, "eviction": anywhere.OPTIONS},
     "turns": {**hits.BASE, "eviction": hits.OPTIONS},
     "windows": {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 128},
+    "lookahead": {**lookahead.SMALL, "eviction": lookahead.OPTIONS},
 }
 SMALL = [
     Ask(70, "ada-snapkv", 0.6, max_tokens=4),
@@ -63,6 +65,7 @@ LOADS = {
     "small": SMALL,
     "answers": anywhere.ASKS,
     "turns": TURNS,
+    "lookahead": lookahead.ASKS[::4],
 }
 STAGES = {"ahead": True, "pipeline_parallel_size": 2}
 
@@ -80,7 +83,9 @@ def windowed(models):
 @pytest.fixture(scope="module")
 def second(model, windowed, tmp_path_factory):
     """All cases of the V2 runner, in the background."""
-    mixed, tight, small, answers, turns, windows = ({"model": model, **SETTINGS[name]} for name in SETTINGS)
+    mixed, tight, small, answers, turns, windows, later = (
+        {"model": model, **SETTINGS[name]} for name in SETTINGS
+    )
     process = NewProcess(
         tmp_path_factory.mktemp("v2"),
         [
@@ -105,6 +110,7 @@ def second(model, windowed, tmp_path_factory):
                 "max_num_batched_tokens": 96,
                 "enable_prefix_caching": True,
             },
+            {**later, "batches": [lookahead.ASKS[::4]], "ahead": True, "max_num_batched_tokens": 256},
         ],
     )
     yield process
@@ -131,6 +137,7 @@ CASES = {
     "windows": (5, "windows"),
     "answers that are evicted": (6, "answers"),
     "PP 2, conversations": (7, "turns"),
+    "lookahead": (8, "lookahead"),
 }
 
 

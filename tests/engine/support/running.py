@@ -48,6 +48,7 @@ class Ask:
     adapter: LoRARequest | None = field(default=None, kw_only=True)
     params: str | None = field(default=None, kw_only=True)
     decode_budget: int | None = field(default=None, kw_only=True)
+    lookahead: int | None = field(default=None, kw_only=True)
     turns: tuple[int, ...] = field(default=(), kw_only=True)
     whole: int = field(default=0, kw_only=True)
     tokens: Sequence[int] = field(default=(), kw_only=True)
@@ -89,6 +90,8 @@ class Ask:
             fields["kv_rendered"] = {"whole": self.whole}
         if self.decode_budget is not None:
             fields["kv_decode_budget"] = self.decode_budget
+        if self.lookahead is not None:
+            fields["kv_lookahead"] = self.lookahead
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0,
