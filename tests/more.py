@@ -52,6 +52,8 @@ RUNNERS_AND_LAYOUTS = {
     "engine/served/test_invariance.py": r"test_chunks\w+\[(PP|chunks of 64)|test_replicated",
     "engine/served/test_kvzip.py": r"test_in_a_tight_pool\[two|test_keeps\w+\[(two stages|alone-(?!all))"
     r"|test_keeps\w+\[two tensor ranks-window|test_aborted\w+\[0",
+    "engine/served/test_lookahead.py": r"test_servers\[(PP|steps of 3[12])|test_preempted\w+\[caching|test_hits\[48"
+    r"|test_read_token|test_models\w+\[(?!gemma2)",
     "engine/served/test_masked_model.py": r"test_every_policy\w+\[[14]\]|test_a_sliding_window\w+\[mistral",
     "engine/served/test_mixed_layers.py": r"test_memory_that_both|test_workers\[(gpt|\w+-pipe)",
     "engine/served/test_scoring_options.py": r"test_maxima\w+\[two",

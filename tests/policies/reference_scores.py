@@ -319,7 +319,7 @@ def kvzip(t: Tensors, window: int, b: int, p: dict[str, Any]) -> Scored:
     m, result = t.n - window, []
     for head in range(t.heads):
         row = t.repeated[head, :m].tolist()
-        if window:
+        if p["window"]:
             asking = [window_attention(t, window, hq, head)[:, :m] for hq in t.group(head)]
             most = reduced([line.tolist() for rows in asking for line in rows], "max")
             near = pooled(most, p["pooling"], p.get("kernel", 0))
