@@ -104,6 +104,24 @@ def test_ranks_that_share_a_kv_head(models, options: dict[str, Any], evictions: 
 
 
 @pytest.mark.engine
+def test_after_a_lookahead(models) -> None:
+    """Prompts are evicted at tokens of their answers, and these later, by queries that take turns in the ring."""
+    model = models("llama", heads=4, kv_heads=2, layers=4)
+    options = RULES.options("ada-snapkv", policy="lava", budget=0.3, lookahead=12)
+    policies = ("kvzip", "lava", "ada-snapkv", "knorm", "dropkv")
+    asks = [Ask(90 + 17 * i, name, 0.3, max_tokens=60, seed=i) for i, name in enumerate(policies)]
+    with evicting_engine(model, eviction=options, **SMALL) as llm:
+        answers = run(llm, asks, logits=True)
+    RULES.check(model, asks, answers, {i: (ask.length + 12,) for i, ask in enumerate(asks)})
+    with evicting_engine(model, eviction=options, **{**SMALL, **SERVERS["PP 2"]}) as llm:
+        assert_same(answers, run(llm, asks))
+    with evicting_engine(model, eviction=options, **{**SMALL, **SERVERS["small steps"]}) as llm:
+        for ask, one in zip(asks, answers, strict=True):
+            (again,) = run_preempted(llm, [ask], 5, 40, recorded=True)
+            assert again.tokens == one.tokens and again.kept[-1] == one.kept[-1]
+
+
+@pytest.mark.engine
 def test_alone_and_preempted_in_small_steps(model, expected) -> None:
     """Each alone, thrown out between its evictions and read again in pieces that end at every one of them."""
     settings, times = {**SMALL, "max_num_batched_tokens": 33}, list[int]()
