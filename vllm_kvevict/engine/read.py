@@ -108,7 +108,7 @@ def lookahead(flag: str, value: Any) -> int:
     """Tokens of an answer."""
     tokens = whole(flag, value, least=0)
     if tokens > 64:
-        raise KVEvictionError(f"{flag} must be at most 64, got {value!r}")
+        raise KVEvictionError(f"{flag} must be at most 64, got {value!r}", flag)
     return tokens
 
 
@@ -176,7 +176,11 @@ ENGINE_OPTIONS = {
         decode_policy,
         "the policy that evicts answers; null: the server's own if it can, else ada-snapkv",
     ),
-    "lookahead": Option(0, lookahead, "tokens of the answer that are written before the prompt is evicted"),
+    "lookahead": Option(
+        0,
+        lookahead,
+        "tokens of an answer, at most 64, that are written, exactly, before its prompt is evicted",
+    ),
     "eviction_log": Option(None, path, "file that gets one line of JSON for each eviction"),
 }
 """Entries of ``--kv-eviction-config`` beside the policy's own parameters."""

@@ -373,6 +373,9 @@ def _lookahead(server: Options, fields: Mapping[str, Any], policy: str, ends: tu
     if LOOKAHEAD not in fields:
         return server.lookahead if is_able and ends is None else 0
     ahead = read.lookahead(LOOKAHEAD, fields[LOOKAHEAD])
+    if ahead and not server.lookahead:
+        words = "needs a server that was started with --kv-eviction-config.lookahead, which sets memory aside for it"
+        raise refused(LOOKAHEAD, words)
     if ahead > server.lookahead:
         raise refused(
             LOOKAHEAD,

@@ -32,6 +32,7 @@ from vllm_kvevict.engine.frontend import plugin
 from vllm_kvevict.engine.request_options import OTHERS_FIELDS, REQUEST_FIELDS, RequestOptions
 from vllm_kvevict.policies import available, decoding_policies, parameters
 from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules.registry import lookahead_policies
 
 PROMPT = 300
 FUZZ = settings(
@@ -119,6 +120,7 @@ PARAMETERS: dict[str, Values] = {
 ENGINE: dict[str, Values] = {
     "min_prompt": at_least(0),
     "decode_reserve": at_least(1),
+    "lookahead": (st.integers(0, 64), at_least(0)[1] | st.integers(65, 2**63)),
     "page_size": (st.integers(1, 8).map(lambda k: 32 * k), st.one_of(st.integers(33, 63), at_least(1)[1])),
     "scope": one_of("prompt", "prefix", "turns"),
     "defaults": one_of("measured", "paper"),
@@ -227,6 +229,9 @@ def test_configurations(parser, model, configuration, budget, dotted):
         wrong = [*wrong, "scope turns"]
     if config.get("keep_first") is True and config.get("scope") != "turns":
         wrong = [*wrong, "keep_first"]
+    is_able = policy in lookahead_policies() and config.get("scope", "prompt") == "prompt"
+    if not wrong and config.get("lookahead") and not is_able:
+        wrong = ["lookahead"]
     if wrong:
         with refused(*wrong):
             read_command(parser, model, *arguments)
@@ -300,6 +305,10 @@ FIELDS: dict[str, Values] = {
         st.one_of(
             st.integers(-(2**63), -1), st.integers(2**40 + 1, 2**64), FRACTIONS, st.booleans(), st.text()
         ),
+    ),
+    "kv_lookahead": (  # of a server without
+        st.sampled_from([0, 0.0]),
+        st.integers(1, 2**63) | st.integers(-(2**63), -1) | FRACTIONS | st.booleans() | st.text(),
     ),
 }
 KNOWN = (*REQUEST_FIELDS, *OTHERS_FIELDS)
@@ -395,6 +404,7 @@ XARGS = {
         "kv_prefix_len": {"anyOf": [{"type": "integer"}, {"type": "number"}]},
         "kv_decode_budget": {"anyOf": [{"enum": [0, 64, 2**40, 2**63, 1e19]}, {"type": "number"}]},
         "kv_answer_from": {"anyOf": [{"type": "integer"}, {"type": "number"}]},
+        "kv_lookahead": {"anyOf": [{"type": "integer"}, {"type": "number"}]},
         "kv_turns": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "integer"}]},
     },
     "additionalProperties": {"type": "number"},

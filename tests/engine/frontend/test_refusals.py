@@ -213,6 +213,12 @@ def test_pages_must_divide_blocks(page_size, block_size, model):
     assert f"block size {block_size}" in sentence and "--block-size" in sentence
 
 
+def test_a_lookahead_that_no_answer_reaches(model):
+    sentence = refusal(model, kv_eviction_config={"lookahead": 64}, max_model_len=64)
+    assert "--kv-eviction-config.lookahead 64 must be less than --max-model-len 64" in sentence
+    configured(model, kv_eviction_config={"lookahead": 63}, max_model_len=64)
+
+
 @pytest.fixture
 def warnings(monkeypatch) -> list[str]:
     """What the server warns of."""

@@ -32,6 +32,8 @@ ROUTES: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "completion, a prefix": ({"scope": "prefix"}, TOKENS, {"kv_prefix_len": 50}),
     "completion, turns": ({"policy": "kvzip"}, TOKENS, {"kv_turns": [20, 60]}),
     "completion, an answer's budget": ({"decode_budget": 40}, TOKENS, {"kv_decode_budget": 30, "kv_answer_from": 80}),
+    "completion, a lookahead": ({"lookahead": 2}, TOKENS, {"kv_lookahead": 1}),
+    "completion, an answer within the lookahead: whole": ({"lookahead": 8}, TOKENS, {}),
     "embeddings": ({}, EMBEDS, {"kv_prefix_len": 50}),
     "chat": ({}, CHAT, {}),
     "chat, repeated": ({"policy": "kvzip"}, CHAT, {}),

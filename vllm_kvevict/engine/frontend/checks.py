@@ -176,7 +176,8 @@ def check_model(vllm_config: Any) -> None:
     lookahead = require_options(vllm_config).lookahead
     if lookahead >= model.max_model_len:
         raise KVEvictionError(
-            f"--kv-eviction-config.lookahead must be less than --max-model-len, {model.max_model_len}, got {lookahead}"
+            f"--kv-eviction-config.lookahead {lookahead} must be less than --max-model-len {model.max_model_len}: "
+            "lower it"
         )
 
 
