@@ -97,7 +97,7 @@ class EvictionConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.on_handshakes([shake for shake in metadata.values() if isinstance(shake, Handshake)])
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMessage:
-        return self.scheduler.ledger.next_message(scheduler_output.num_scheduled_tokens)
+        return self.scheduler.next_message(scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         messages = connector_output.kv_connector_worker_meta

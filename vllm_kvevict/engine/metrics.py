@@ -1,6 +1,6 @@
 """What operators see: Prometheus metrics, and one summary in the periodic log line."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from vllm_kvevict.schedules.reports import EvictionRecord
 
 PREFIX = "vllm:kv_eviction_"
-PHASES = ("prefill", "decode")
-"""What was evicted: a prompt once it was read, or an answer while it was written. Labels of all that is told of it."""
+PHASES = ("prefill", "lookahead", "decode")
+"""What was evicted: a prompt once it was read, or once its answer had begun, or an answer while it was written. Labels
+of all that is told of it."""
 COUNTERS = {
     "evicted_tokens": "Evicted KV entries; a token counts once per layer and KV head that dropped it.",
     "freed_pages": "Pages that evictions freed, over all ranks; the prefix cache may keep them.",
@@ -95,6 +96,17 @@ class EvictionStats(KVConnectorStats):
         if found:
             self.data["found"] = _joined(self.data.get("found", {}), found)
 
+    def on_lookahead(self, ended: int, step_seconds: Sequence[float]) -> None:
+        """Record what became of prompts that are evicted once their answers have begun.
+
+        Args:
+            ended: answers that ended before.
+            step_seconds: of each step with such an eviction.
+        """
+        if ended or step_seconds:
+            told = {"ended": ended, "step_seconds": list(step_seconds)}
+            self.data["lookahead"] = _joined(self.data.get("lookahead", {}), told)
+
     def _add(self, name: str, amount: int) -> None:
         self.data[name] = self.data.get(name, 0) + amount
 
@@ -105,7 +117,7 @@ class EvictionStats(KVConnectorStats):
                 merged.data[name] = {**merged.data.get(name, {}), **value}
             elif name in CACHE_GAUGES:
                 merged.data[name] = value
-            elif name == "found":
+            elif name in ("found", "lookahead"):
                 merged.data[name] = _joined(merged.data.get(name, {}), value)
             elif name == "phases":
                 known = merged.data.get(name, {})
@@ -123,6 +135,9 @@ class EvictionStats(KVConnectorStats):
         if ratios:
             summary["mean kept ratio"] = round(sum(ratios) / len(ratios), 3)
             summary["freed pages"] = sum(told["freed_pages"] for told in phases)
+        if lookahead := self.data.get("lookahead"):
+            summary["ended in lookahead"] = lookahead["ended"]
+            summary["slowest lookahead step"] = round(max(lookahead["step_seconds"], default=0), 3)
         summary["pages held"] = max((rank["physical_pages"] for rank in ranks), default=0)
         return summary
 
@@ -170,6 +185,15 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         self.kept_whole = self._counter("chats_kept_whole", about, [labelnames[0], "reason"])
         about = "Chats in scope turns of which some turns change with the next question, and are compressed again then."
         self.changing = self._counter("chats_that_change", about, [labelnames[0]])
+        about = "Answers that ended within their lookahead, before their prompt was evicted."
+        self.ended = self._counter("ended_in_lookahead", about, labelnames)
+        about = "Seconds of steps that evict prompts after their lookahead."
+        self.step_seconds = self._histogram_cls(
+            name=PREFIX + "lookahead_step_seconds",
+            documentation=about,
+            buckets=[1e-3 * 2**i for i in range(16)],
+            labelnames=labelnames,
+        )
         self.model_name = next(iter(per_engine.values()))[0]
         self.histograms = {
             name: self._histogram_cls(
@@ -181,7 +205,7 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         self.gauges = {name: self._gauge(name, text, [*labelnames, "rank"]) for name, text in GAUGES.items()}
         # Series of the default labels exist from the start, so that a dashboard shows zeros and not gaps.
         for labels in per_engine.values():
-            for metric in (self.cache_drops, *self.cache_gauges.values()):
+            for metric in (self.cache_drops, self.ended, self.step_seconds, *self.cache_gauges.values()):
                 metric.labels(*labels)
             for kind in FOUND:
                 self.found.labels(*labels, kind)
@@ -210,6 +234,10 @@ class EvictionPromMetrics(KVConnectorPromMetrics):
         for phase, told in transfer_stats_data.get("phases", {}).items():
             self._observe_phase(told, [*labels, phase])
         self.cache_drops.labels(*labels).inc(transfer_stats_data.get("cache_drops", 0))
+        lookahead = transfer_stats_data.get("lookahead", {})
+        self.ended.labels(*labels).inc(lookahead.get("ended", 0))
+        for seconds in lookahead.get("step_seconds", ()):
+            self.step_seconds.labels(*labels).observe(seconds)
         for kind, tokens in transfer_stats_data.get("found", {}).items():
             self.found.labels(*labels, kind).inc(tokens)
         for name in CACHE_GAUGES.keys() & transfer_stats_data.keys():

@@ -271,7 +271,7 @@ class Eviction(ABC):
             compaction_seconds=meter.moving,
             stored=self.stored_before(),
             pinned=self._exempt(),
-            phase="decode" if self.phase.of_answer else "prefill",
+            phase=self.phase.name,
         )
         meter.start()
         return part

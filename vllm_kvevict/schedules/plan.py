@@ -66,6 +66,13 @@ class Phase:
         return self.positions[0]
 
     @property
+    def name(self) -> str:
+        """What its evictions are called where they are counted."""
+        if self.of_answer:
+            return "decode"
+        return "lookahead" if self.after_step else "prefill"
+
+    @property
     def n(self) -> int:
         """Of a prompt: the phase's tokens, which compete; the papers' n."""
         return self.end - self.begins

@@ -116,12 +116,13 @@ class EvictionRecord:
         tokens: the request's token count when it was evicted.
         policy: label of the policy that chose.
         kept, stored: KV entries after and before, over all layers and KV heads.
-        pinned: of those the entries of earlier parts of the prompt, or of the prompt where its answer was evicted.
+        pinned: of those the entries of earlier parts of the prompt; of the answer, where that had begun; or of the
+            prompt, where its answer was evicted.
         freed_pages: pages returned to the pools.
         held_pages: the most pages that the request held until then.
         heads: [layers][KV heads] of the model, entries kept.
         decision_seconds, compaction_seconds: spent on choosing and on moving, on the slowest rank.
-        phase: "prefill" for a prompt's, "decode" for one of its answer.
+        phase: "prefill" for a prompt's, "lookahead" if its answer had begun, "decode" for one of its answer.
     """
 
     request: str

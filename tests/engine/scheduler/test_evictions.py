@@ -53,6 +53,22 @@ def test_what_is_told_of_the_cache_adds_up_or_is_the_latest():
     assert told["found"] == {"turns": 101, "tail": 40, "prefix": 7}
 
 
+def test_what_is_told_of_lookaheads():
+    before, later = EvictionStats(), EvictionStats()
+    before.on_lookahead(0, [])
+    assert before.is_empty() and "ended in lookahead" not in before.reduce()
+    before.on_lookahead(1, [0.25])
+    later.on_lookahead(2, [])
+    told = before.aggregate(later)
+    assert told.data["lookahead"] == {"ended": 3, "step_seconds": [0.25]}
+    assert told.reduce() == {
+        "evictions": 0,
+        "ended in lookahead": 3,
+        "slowest lookahead step": 0.25,
+        "pages held": 0,
+    }
+
+
 def test_the_lines_for_programs(eviction, tmp_path):
     path = tmp_path / "evictions.jsonl"
     path.write_text("what was there before\n")

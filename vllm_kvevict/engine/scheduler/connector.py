@@ -3,14 +3,16 @@
 Owns what some ranks have said of an eviction; it is told to the log and to metrics once all have.
 """
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Mapping, Sequence
 
 from vllm.logger import init_logger
 
 from vllm_kvevict import __version__
 from vllm_kvevict.engine import metrics
 from vllm_kvevict.engine.config import KVEvictionError, Options
-from vllm_kvevict.engine.messages import Claim, Handshake, Report, WorkerMessages
+from vllm_kvevict.engine.messages import Claim, Handshake, Report, StepMessage, WorkerMessages
 from vllm_kvevict.engine.process import mark_started
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
@@ -29,6 +31,9 @@ class SchedulerEnd:
         self.statistics = metrics.EvictionStats()
         self.log = EvictionLog(options.eviction_log)
         self.incomplete: dict[tuple[str, int, int], list[PartOfEviction]] = {}
+        self._scheduled: float | None = None
+        """When the first step since the last news was; a step may be before the news of the one that it follows."""
+        self._heard = 0.0
 
     @property
     def is_bound(self) -> bool:
@@ -60,23 +65,44 @@ class SchedulerEnd:
         options, ledger = self.options, self.ledger
         length = ledger.max_model_len
         kept = options.config.budget_for(length) if options.evicts(options.config, length) else length
-        at_once = min(
-            capacity.pages // (capacity.rows * -(-kept // options.page_size) + beside)
-            for capacity, beside in zip(ledger.books.ranks, ledger.others.pages_beside(length), strict=True)
-        )
+        at_once = self._at_once(kept)
         pages = ", ".join(
             f"rank {r}: {capacity.pages}"
             for r, capacity in zip(ledger.ranks, ledger.books.ranks, strict=True)
         )
         budget = "" if options.policy == "full" else f", budget {options.budget:g}"
         budget += " of the tokens before the question" if options.scope == "prefix" else ""
+        if options.lookahead:
+            budget += f", after {options.lookahead} tokens of the answer"
+            beside = f", and {self._at_once(length)} before"
+        else:
+            beside = ""
         return (
             f"KV eviction: policy {options.policy}{budget}, page size {options.page_size} tokens, pages per rank "
-            f"({pages}), about {at_once} requests of {length:,} tokens at once after eviction"
+            f"({pages}), about {at_once} requests of {length:,} tokens at once after eviction{beside}"
         )
+
+    def _at_once(self, entries: int) -> int:
+        """Requests of the longest length that fit, with so many entries in each row."""
+        ledger = self.ledger
+        beside = ledger.others.pages_beside(ledger.max_model_len)
+        return min(
+            rank.pages // (rank.rows * -(-entries // self.options.page_size) + pages)
+            for rank, pages in zip(ledger.books.ranks, beside, strict=True)
+        )
+
+    def next_message(self, scheduled: Mapping[str, int]) -> StepMessage:
+        """As of :meth:`PageLedger.next_message`."""
+        if scheduled and self._scheduled is None:
+            self._scheduled = time.perf_counter()
+        return self.ledger.next_message(scheduled)
 
     def on_messages(self, messages: WorkerMessages) -> None:
         """Take over the ranks' news of a step."""
+        began = max(self._scheduled or 0.0, self._heard)
+        self._scheduled, self._heard = None, time.perf_counter()
+        seconds = [self._heard - began] if _evicts_after_lookahead(messages) else []
+        self.statistics.on_lookahead(self.ledger.requests.take_ended_in_lookahead(), seconds)
         self._pass_on_claims(messages)
         for rank, message in messages.by_rank.items():
             for request_id, reports in message.reports.items():
@@ -124,3 +150,10 @@ class SchedulerEnd:
             return None
         statistics, self.statistics = self.statistics, metrics.EvictionStats()
         return statistics
+
+
+def _evicts_after_lookahead(messages: WorkerMessages) -> bool:
+    """Whether a prompt was evicted in the step whose answer had begun."""
+    reports = (reports for message in messages.by_rank.values() for reports in message.reports.values())
+    parts = (report.part for report in itertools.chain.from_iterable(reports))
+    return any(part is not None and part.phase == "lookahead" for part in parts)

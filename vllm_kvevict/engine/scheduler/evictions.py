@@ -44,7 +44,7 @@ class EvictionLog:
 
 def _for_people(eviction: EvictionRecord) -> str:
     # Of an answer, what its rows held before is what earlier evictions left.
-    before = eviction.tokens if eviction.phase == "prefill" else 0
+    before = 0 if eviction.phase == "decode" else eviction.tokens
     layers = "; ".join(
         f"layer {layer}: {sum(heads)}{f'/{len(heads) * before}' if before else ''} ({' '.join(map(str, heads))})"
         for layer, heads in enumerate(eviction.heads)

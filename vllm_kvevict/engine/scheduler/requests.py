@@ -59,6 +59,7 @@ class Requests:
         self.kept: dict[str, Known] = {}
         self.has_w_o = self.has_rotary = True
         self.ring_parts = 0
+        self._ended_in_lookahead = 0
         self._plans: dict[str, Plan] = {}
         self._keys: dict[str, dict[int, Hashable]] = {}
         self._keys_behind: dict[str, tuple[Hashable, list[Hashable]]] = {}
@@ -171,7 +172,15 @@ class Requests:
     def close(self, request: Request) -> Account | None:
         """A request finished, was aborted or preempted; its account, if it was in flight."""
         self.in_flight.pop(request.request_id, None)
-        return self.accounts.pop(request.request_id, None)
+        account = self.accounts.pop(request.request_id, None)
+        if account is not None and account.is_in_lookahead and request.is_finished():
+            self._ended_in_lookahead += 1
+        return account
+
+    def take_ended_in_lookahead(self) -> int:
+        """How many requests have ended with their answer begun and their prompt not evicted, since the last call."""
+        ended, self._ended_in_lookahead = self._ended_in_lookahead, 0
+        return ended
 
     def remove(self, name: str) -> None:
         """A request is finished, and nobody asks about it any more."""
