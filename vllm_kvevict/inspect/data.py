@@ -55,6 +55,7 @@ class Inspection:
         model: its name.
         evicted_tokens: the policies choose among so many first tokens; what comes behind is kept whole.
         turns: numbers of tokens after which turns end, where the policies choose among those of one turn at a time.
+        answer: what was written before the prompt was evicted, with a lookahead.
         branch: another conversation that begins like this one.
         layers: numbers, within the model, of the layers that are evicted.
         page_size: tokens of one KV head in a page.
@@ -70,6 +71,7 @@ class Inspection:
     page_bytes: int
     kept: list[Kept]
     turns: tuple[int, ...] = ()
+    answer: str = ""
     branch: "Inspection | None" = None
 
     @property
@@ -118,6 +120,7 @@ class Inspection:
             "evicted_tokens": self.evicted_tokens,
             "turns": list(self.turns),
             "shared_turns": self.shared_turns,
+            "answer": self.answer,
             "layers": self.layers,
             "kv_heads": heads,
             "page_size": self.page_size,

@@ -30,6 +30,7 @@ from vllm_kvevict.inspect.conversations import Reading, reading_of_chat, reading
 from vllm_kvevict.inspect.data import Inspection, Kept
 from vllm_kvevict.policy_list import PolicySpec
 from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.registry import lookahead_policies
 
 QUIET = {
     "enforce_eager": True,  # one prompt is read: neither graphs nor compiled code would pay
@@ -162,6 +163,8 @@ def inspect(wanted: Wanted) -> Inspection:
     for entry in wanted.policies:
         if entry.texts:
             of_engine = {name: value for name, value in wanted.options.items() if name in ENGINE_DEFAULTS}
+            if entry.policy not in lookahead_policies():
+                of_engine.pop("lookahead", None)  # as in an engine whose own policy is another
             asked = {**wanted.arguments, "kv_eviction_config": of_engine | entry.parameters}
             others[entry] = _inspected(replace(wanted, policies=[entry], arguments=asked))
     return _in_order(wanted.policies, found, others)
@@ -211,14 +214,20 @@ def _read(llm: LLM, wanted: Wanted, reading: Reading) -> Inspection:
     shape = len(layers), layout.model_rows, len(prompt.ids)
     kept: list[Kept] = []
     turns: tuple[int, ...] = ()
+    answer: list[int] = []
     for entry in wanted.policies:
-        mask, plan = _mask(llm, reading, wanted.fields(entry), shape)
+        mask, plan, tokens = _mask(llm, reading, wanted.fields(entry), shape)
+        # Those before the eviction see the whole prompt, so they are the same with every policy that waits for them.
+        answer = answer or tokens[: max(0, plan.evicted_at - len(prompt.ids))]
         kept.append(Kept(entry.policy, wanted.budget, mask))
         if reading.turns and plan.parts:
             turns = tuple(part.end for part in plan.parts)
         wanted.tell(f"{entry.policy} keeps {kept[-1].entries.sum():,} of {kept[-1].mask.size:,} entries")
     evicted = turns[-1] if turns else wanted.prefix_len or len(prompt.ids)
-    return Inspection(wanted.model, prompt, evicted, layers, layout.page_size, layout.page_bytes, kept, turns)
+    text = llm.get_tokenizer().decode(answer) if answer else ""
+    return Inspection(
+        wanted.model, prompt, evicted, layers, layout.page_size, layout.page_bytes, kept, turns, text
+    )
 
 
 @contextlib.contextmanager
@@ -304,23 +313,25 @@ def _kv_memory(wanted: Wanted, settings: Mapping[str, Any], config: Any) -> dict
 
 def _mask(
     llm: LLM, reading: Reading, fields: dict[str, Any], shape: tuple[int, int, int]
-) -> tuple[np.ndarray, Plan]:
-    """Read a prompt as a request with these fields; what its evictions leave, bool [layers, KV heads, tokens]."""
+) -> tuple[np.ndarray, Plan, list[int]]:
+    """Read a prompt as a request with these fields; what its evictions leave, bool [layers, KV heads, tokens], and the
+    tokens that were written until then."""
     ids = reading.prompt.ids
     llm.reset_prefix_cache()  # what is found there is not evicted again, so it would not be seen
     try:
         fields = reading.fields(llm, fields)
-        sampling = SamplingParams(max_tokens=ANSWER_LENGTH, ignore_eos=True, temperature=0, extra_args=fields)
+        plan = plan_for(require_options(llm.llm_engine.vllm_config), len(ids), fields)
+        length = ANSWER_LENGTH + max(0, plan.evicted_at - len(ids))
+        sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0, extra_args=fields)
         (output,) = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
     except VLLMValidationError as error:
         raise ValueError(error.args[0]) from error
     joined = recording.evictions(llm.collective_rpc(recording.take_decisions))
     done = recording.of_request(joined, output.request_id)
-    mask = np.ones(shape, bool)
-    plan = plan_for(require_options(llm.llm_engine.vllm_config), len(ids), fields)
+    mask, written = np.ones(shape, bool), list(output.outputs[0].token_ids)
     if plan.prompt is None:  # all of it fits the budget, or the policy evicts nothing
-        return mask, plan
-    if not done and len(output.outputs[0].token_ids) < ANSWER_LENGTH:
+        return mask, plan, written
+    if not done and len(written) < length:
         raise ValueError("the prompt leaves no room for an answer: raise --max-model-len")
     if not done:
         raise ValueError(
@@ -329,5 +340,5 @@ def _mask(
     mask[:, :, : plan.evicted_at] = False
     for layer, heads in done[-1].kept.items():
         for head, positions in enumerate(heads):
-            mask[layer, head, positions.numpy()] = True
-    return mask, plan
+            mask[layer, head, positions[positions < len(ids)].numpy()] = True
+    return mask, plan, written

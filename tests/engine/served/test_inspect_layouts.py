@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.engine.served.test_inspect_turns import SAID, chat, kept_on_a_server
-from tests.engine.support.inspecting import BUDGET, LENGTH, TEXT, page_of
+from tests.engine.support.inspecting import BUDGET, LENGTH, TEXT, kept_by, page_of
 from tests.engine.support.running import Ask, evicting_engine, run
 from vllm_kvevict.chats import ChatRequest
 from vllm_kvevict.inspect.__main__ import main
@@ -26,6 +26,21 @@ def test_ranks_together_keep_what_one_does(models, layout):
         pairs = zip(itertools.chain(*one["kept"]), itertools.chain(*other["kept"]), strict=True)
         assert all(len({*here} ^ {*there}) <= 4 for here, there in pairs), one["policy"]
     assert alone["layers"] == page["layers"]
+
+
+def test_a_prompt_whose_answer_has_begun(models):
+    """The answer's tokens choose, and are not shown as the prompt's; who cannot wait for them does not."""
+    policies, ahead = ["snapkv", "tova", "kvzip", "full"], 8
+    with evicting_engine(models("llama"), eviction={"policy": "snapkv", "lookahead": ahead}) as llm:
+        page = page_of(llm, policies)
+        answers = run(llm, [Ask(LENGTH, policy, BUDGET, max_tokens=ahead + 2) for policy in policies])
+    for shown, answer, later in zip(page["policies"], answers, (True, True, False, False), strict=True):
+        kept = kept_by(answer, 4, 2, LENGTH, LENGTH)
+        written = list(range(LENGTH, LENGTH + ahead))
+        assert later == all(head[-ahead:] == written for layer in kept for head in layer)
+        assert shown["kept"] == [[[x for x in head if x < LENGTH] for head in layer] for layer in kept]
+    assert page["answer"] == " ".join(f"w{token}" for token in answers[0].tokens[:ahead])
+    assert page["policies"][0]["entries"]["kept"] == 8 * BUDGET * LENGTH
 
 
 def test_a_first_part_that_stays_whole(models) -> None:

@@ -132,6 +132,8 @@ function showFrame() {
   let about = `${data.model} · ${whole(tokens)} tokens · ${heads}`;
   if (data.turns.length) {
     about += ` · evicted turn by turn, the last time after ${whole(data.evicted_tokens)} tokens`;
+  } else if (data.answer) {
+    about += ` · evicted once the answer had begun: “${data.answer}”`;
   } else if (data.evicted_tokens < tokens) {
     about += ` · evicted after ${whole(data.evicted_tokens)} tokens; all later tokens are kept`;
   }
