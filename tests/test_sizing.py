@@ -83,6 +83,8 @@ CASES = {
     "no eviction": (6, 2048, 256, 512, {"policy": "full"}),
     "answers": (6, 512, 2048, 2048, {"policy": "full", **ANSWERS, "decode_policy": "snapkv"}),
     "answers of competing heads": (6, 512, 2048, 2048, {"policy": "full", **ANSWERS}),
+    "a lookahead": (4, 2048, 256, 2048, {"policy": "snapkv", "budget": 0.2, "lookahead": 32}),
+    "an answer within it": (4, 2048, 16, 2048, {"policy": "snapkv", "budget": 0.2, "lookahead": 32}),
     "prompts and answers": (2, 2048, 1024, 1024, {"policy": "snapkv", "budget": 0.2, **ANSWERS}),
 }
 
@@ -99,7 +101,7 @@ def test_as_many_run_as_in_the_scheduler(case: str, ranks: str) -> None:
     row = size(machine, settings, prompt, output)
     simulation = simulate(machine, settings, prompt, output, count=row["at once"] + 4)
     assert row["at once"] == simulation.most_running
-    recycles = prompt <= step and settings["policy"] != "full"
+    recycles = prompt <= step and settings["policy"] != "full" and "lookahead" not in settings
     assert row["layered"] == ("yes" if recycles else "no")
 
 
@@ -130,6 +132,24 @@ def test_bytes_and_limits_of_even_heads() -> None:
     assert whole["longest"] == 4 * 2048 - PAGE
     none = size(machine, {"policy": "full"}, 9000, 256)
     assert none["at once"] == none["at end"] == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "ahead", "price"), [(256, 32, 1.38), (256, 16, 1.19), (768, 32, 1.09), (768, 16, 1.04)]
+)
+def test_what_a_lookahead_costs(output: int, ahead: int, price: float) -> None:
+    machine, settings = server(4, 2048, 2048), {"policy": "snapkv", "budget": 0.2}
+    page, rows = PAGE * 4 * DIM, LAYERS * HEADS
+    without, row = (size(machine, settings | {"lookahead": n}, 2048, output) for n in (0, ahead))
+    assert (without["price"], row["price"]) == ("1.00", f"{price:.2f}")
+    assert (row["kept"], row["answer"], row["end"]) == (409, output - 1, without["end"])
+    assert row["reading"] == rows * -(-(2048 + ahead) // PAGE) * page
+    assert row["evicted"] == rows * -(-(409 + ahead) // PAGE) * page
+    # One that ends within it holds all to its end.
+    short = size(machine, settings | {"lookahead": ahead}, 2048, ahead + 1)
+    assert short["end"] == row["reading"] and short["price"] == "1.00"
+    held = [409 + token + (2048 - 409) * (token < ahead) for token in range(output)]
+    assert sum(held) / sum(409 + token for token in range(output)) == pytest.approx(price, abs=6e-3)
 
 
 def test_how_much_an_evicted_answer_takes() -> None:

@@ -118,6 +118,12 @@ def verdict(diagnosis: "Diagnosis") -> list[str]:
     server = f"{diagnosis.model} with --kv-eviction {diagnosis.policy}"
     if diagnosis.refusal is None:
         lines = [f"{server}: can be served"]
+        size, requests = diagnosis.ring
+        if size:
+            lines.append(
+                f"Besides the KV memory each rank reserves {size / 2**20:.1f} MiB for the last queries of {requests} "
+                "requests at once."
+            )
     else:
         lines = [f"{server}: cannot be served", f"  {diagnosis.refusal}"]
     if diagnosis.policies is None:

@@ -61,7 +61,8 @@ that all ranks keep as much. chats, with --turn: how many conversations as long 
 holds nothing else, each of their turns compressed on its own; with tail: how many if each has one turn more, the last
 question and answer, that is not compressed yet. With keep_first the first turn stays whole. Each turn counts as one of
 4,096 compressed prefixes, and takes a page more in each layer and KV head where it ends within one. On the line
-without eviction nothing is compressed."""
+without eviction nothing is compressed. price, with a lookahead: how many times as much memory times time an answer
+takes as without, since its whole prompt is held until then; reading includes that, and evicted is what is held then."""
 
 SIZES: dict[str, Any] = {x.name: x.default for x in fields(Server) if isinstance(x.default, int)}
 ABOUT = {
@@ -172,7 +173,7 @@ def report(args: argparse.Namespace) -> str:  # noqa: C901
     elif args.decode_budget:
         runs.append(settings)
     rows = [sizing.size(server, settings, args.prompt, args.output) for settings in runs]
-    columns = list(COLUMNS)
+    columns = list(COLUMNS) + ["price"] * bool(args.config.get("lookahead"))
     if args.turn is not None:
         columns += OF_CONVERSATIONS
         chats = [sizing.conversations(server, settings, args.prompt, args.turn) for settings in runs]
@@ -189,10 +190,10 @@ def report(args: argparse.Namespace) -> str:  # noqa: C901
             f"\nBesides the KV memory each rank reserves {reserve / 2**20:.1f} MiB for requests with "
             f"{', '.join(policies)}"
         )
-    queries, requests = sizing.queries_of_answers(server, settings)
+    queries, requests = sizing.kept_queries(server, settings)
     if queries:
         head += (
-            f"\nBesides the KV memory each rank keeps {queries / 2**20:.3f} MiB of queries for each answer, with room "
+            f"\nBesides the KV memory each rank keeps {queries / 2**20:.3f} MiB of queries for each request, with room "
             f"for {requests:,} requests, or for --max-num-seqs if that is less"
         )
     return "\n".join((head, *table, LEGEND))

@@ -18,6 +18,7 @@ from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import KEY, KVEvictionError, Options
 from vllm_kvevict.engine.errors import finds_none, in_one_line
 from vllm_kvevict.engine.frontend import checks, command_line, plugin
+from vllm_kvevict.engine.memory import ring_memory
 from vllm_kvevict.engine.parameters import policy_config
 from vllm_kvevict.policies import available
 from vllm_kvevict.policies.inputs import ROTARY_EMBEDDING
@@ -35,12 +36,14 @@ class Diagnosis:
         refusal: why it would not start, in one sentence; None if it would.
         policies: those that this model cannot be served with, and why; None where that depends on nothing but the
             refusal.
+        ring: bytes that each rank sets aside for queries at most, and for how many requests.
     """
 
     model: str
     policy: str
     refusal: str | None
     policies: dict[str, str] | None
+    ring: tuple[int, int] = (0, 0)
 
 
 def platform_name() -> str:
@@ -82,12 +85,13 @@ def diagnose(words: Sequence[str], program: str) -> Diagnosis:
     config, refusal = _configure(_with_options(args, options))
     if refusal is not None and not refusal.startswith(BY_VLLM) and options.policy != "full":
         # Whether it is the policy or the model that is refused. vLLM asks for no policy, and may take long to say no.
-        config, _ = _configure(_with_options(args, dataclasses.replace(options, policy="full", params={})))
+        plain = dataclasses.replace(options, policy="full", params={}, lookahead=0)
+        config, _ = _configure(_with_options(args, plain))
     if config is None:
         return Diagnosis(args.model, options.policy, refusal, None)
     policies = _refused_policies(config, options)
     refusal = refusal or policies.get(options.policy) or _no_workers(config) or _no_compiler(config)
-    return Diagnosis(args.model, options.policy, refusal, policies)
+    return Diagnosis(args.model, options.policy, refusal, policies, ring_memory(config))
 
 
 def _with_options(args: Any, options: Options) -> Any:

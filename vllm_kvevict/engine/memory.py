@@ -1,6 +1,7 @@
 """What the KV memory can hold, for vLLM's check at start-up and for ours of every request."""
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -213,3 +214,34 @@ def _fields(plan: Plan, policy: str) -> dict[str, Any]:
     """What a request says to have a policy at the plan's budget."""
     budget = plan.config.keep_ratio or plan.config.budget
     return {POLICY: policy, **({BUDGET: budget} if budget else {})}
+
+
+def ring_shape(vllm_config: Any, options: Options, layers: int) -> tuple[int, int, int, int, int] | None:
+    """Queries that a rank keeps: [layers, parts, queries, heads, head size], a part for each request and one for none.
+
+    Args:
+        layers: of the rank that are evicted.
+
+    Returns:
+        None where no eviction chooses by queries that are kept.
+    """
+    queries, entries = options.kept_queries
+    if not queries:
+        return None
+    model, layout = vllm_config.model_config, layout_of(vllm_config)
+    row = layers * layout.rows * layout.entry_bytes
+    # No less than the KV cache will have, which is not known yet.
+    kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes or current_platform.get_device_total_memory()
+    requests_at_once = max(1, -(-kv_bytes // (row * entries)))
+    parts = min(vllm_config.scheduler_config.max_num_seqs, requests_at_once)
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    return layers, parts + 1, queries, heads, model.get_head_size()
+
+
+def ring_memory(vllm_config: Any) -> tuple[int, int]:
+    """Bytes that the fullest rank keeps for queries, and the requests that these are for; 0 for none."""
+    layers = max(map(len, evicted_layers_of_stages(vllm_config)))
+    shape = ring_shape(vllm_config, require_options(vllm_config), layers)
+    if shape is None:
+        return 0, 0
+    return math.prod(shape) * vllm_config.model_config.dtype.itemsize, shape[1] - 1

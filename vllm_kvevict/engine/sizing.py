@@ -17,7 +17,7 @@ from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend.checks import check_stages
 from vllm_kvevict.engine.layers import FULL_ATTENTION, NULL_BLOCKS, layer_types
 from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_layers
-from vllm_kvevict.engine.request_options import RENDERED, TURNS, Rendered, plan_for
+from vllm_kvevict.engine.request_options import RENDERED, TURNS, Rendered, RequestOptions, plan_for
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Shortage
 from vllm_kvevict.schedules.base import RankCapacity
@@ -94,14 +94,13 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
     options = Options.parse({"page_size": server.page_size, **settings})
     stages = stage_layers(server.layers, server.pipeline_parallel_size)
     check_stages(options.config, list(map(len, stages)), "--policy")
-    control, plan = _admission_control(server, options, stages), plan_for(options, prompt)
-    bounds, step = control.bounds, server.max_num_batched_tokens
-    counts = [after_eviction(plan, prompt, rank, server.page_size) for rank in bounds.ranks]
+    control, plan = _admission_control(server, options, stages), _plan(options, prompt, output)
+    bounds, step, at = control.bounds, server.max_num_batched_tokens, max(prompt, plan.evicted_at)
+    counts = [after_eviction(plan, at, rank, server.page_size) for rank in bounds.ranks]
     crowd = Crowd(control, plan, prompt, output, counts)
-    at_once = last_that(lambda running: crowd.shortage(running - 1) is None, 0, step)
-    limit = crowd.shortage(at_once)
+    at_once, limit = crowd.most_running(step)
     alone = crowd.newcomer(0)
-    now = [count.at(prompt) for count in counts]
+    now = [count.at(at) for count in counts]
     ends = [bounds.most_held(plan, rank, count, prompt + output - 1) for rank, count in enumerate(counts)]
     page_bytes = server.layout.reserved_bytes
     return {
@@ -119,7 +118,22 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
         "layered": "yes" if alone.terms.by_layer else "no",
         "cached": cached(plan, bounds.ranks, now),
         "limit": limit.value if limit and at_once < step else "tokens of a step",
+        "price": f"{price(plan, prompt, output):.2f}",
     }
+
+
+def _plan(options: Options, prompt: int, output: int) -> Plan:
+    """Of a request that asks for nothing but so many tokens of an answer."""
+    return RequestOptions.read(options, None, prompt, most_output=output).plan(options, prompt)
+
+
+def price(plan: Plan, prompt: int, output: int) -> float:
+    """How much memory, times how long, an answer takes with its lookahead, over that without; in entries, not pages."""
+    ahead = plan.evicted_at - prompt
+    if ahead <= 0:
+        return 1.0
+    kept = plan.config.budget_for(prompt)
+    return 1 + ahead * (prompt - kept) / (output * (kept + output / 2))
 
 
 def entries_of_answer(plan: Plan, prompt: int, output: int) -> int:
@@ -211,14 +225,51 @@ class Crowd:
         first_step = min(self.prompt, self.control.step_tokens - running)
         return self.control.open(self.plan, first_step, self.prompt, self.output)
 
-    def shortage(self, count: int) -> Shortage | None:
-        """What one more request would lack beside ``count`` that run, of which the last was read just now."""
-        new = self.newcomer(count)
+    def most_running(self, most: int) -> tuple[int, Shortage | None]:
+        """How many run at once, ``most`` at most, and what one more would lack."""
+        if self.plan.evicted_at > self.prompt:
+            return self._most_after_waiting(most)
+        count = last_that(lambda running: self.shortage(self._ages(running - 1)) is None, 0, most)
+        return count, self.shortage(self._ages(count))
+
+    def _ages(self, count: int) -> list[int]:
+        """Tokens that the answers of so many have if none has waited, of which the last was read just now."""
+        return [min(self.steps * place, self.output - 1) for place in range(count)]
+
+    def _most_after_waiting(self, most: int) -> tuple[int, Shortage | None]:
+        """The same where a prompt is held whole for a while, so that others wait for its eviction; until the first one
+        that had to has ended."""
+        ahead, ages, found, lacking = self.plan.evicted_at - self.prompt, list[int](), 0, None
+        waited = 0
+        while waited <= 2 * self.output and len(ages) < most:
+            lacks = self.shortage(ages)
+            if lacks is None:
+                ages = [*(age + self.steps for age in ages), 0]
+                if len(ages) > found:
+                    found, lacking = len(ages), None
+            elif not ages:
+                return 0, lacks
+            else:
+                lacking = lacking or lacks
+                wait = min((ahead if age < ahead else self.output) - age for age in ages)
+                waited += wait
+                ages = [age + wait for age in ages]
+            ages = [age for age in ages if age < self.output]
+        return found, lacking
+
+    def shortage(self, ages: Sequence[int]) -> Shortage | None:
+        """What one more request would lack beside others whose answers have so many tokens."""
+        new = self.newcomer(len(ages))
         if not self.control.bounds.have_room_for(new.terms.peak):
             return Shortage.PROMPTS
-        ages = [min(self.steps * place, self.output - 1) for place in range(count)]
-        running = [replace(new, counts=self.counts, tokens=self.prompt + age) for age in ages]
+        running = [self._running(new, self.prompt + age) for age in ages]
         return self.control.shortage(new, running)
+
+    def _running(self, new: Account, tokens: int) -> Account:
+        """One that has so many tokens; in its lookahead it holds, or is promised, the whole prompt."""
+        if tokens < self.plan.evicted_at:
+            return replace(new, held=new.terms.peak, tokens=tokens)
+        return replace(new, counts=self.counts, tokens=tokens)
 
 
 def reserve(server: Server, settings: Mapping[str, Any]) -> tuple[int, list[str]]:
@@ -231,7 +282,7 @@ def reserve(server: Server, settings: Mapping[str, Any]) -> tuple[int, list[str]
     return 4 * size * most_layers(server) * query_heads, options.reserved_for
 
 
-def queries_of_answers(server: Server, settings: Mapping[str, Any]) -> tuple[int, int]:
+def kept_queries(server: Server, settings: Mapping[str, Any]) -> tuple[int, int]:
     """Bytes that the fullest rank keeps of each request's queries, and the most requests that it has room for.
 
     A server whose ``--max-num-seqs`` is lower has room for so many.

@@ -34,6 +34,23 @@ def test_a_model_that_runs(model, examine):
     assert text.endswith("Every policy can serve this model.\n") and "problem" not in text
 
 
+def test_a_lookahead(model, examine):
+    """Queries of 4 heads of 32 numbers in bf16, of 4 layers; parts for the requests, one of extra tokens, and none."""
+    flags = [
+        "--kv-eviction-config.lookahead",
+        "48",
+        "--max-num-seqs",
+        "256",
+        "--kv-cache-memory-bytes",
+        str(2**30),
+    ]
+    code, text = examine(model, "--kv-eviction", "snapkv", *flags)
+    size = 258 * 4 * 48 * 4 * 32 * 2 / 2**20
+    assert f"reserves {size:.1f} MiB for the last queries of 257 requests at once." in text and code == 0
+    code, text = examine(model, "--kv-eviction", "criticalkv", "--enable-lora", *flags)
+    assert code == 1 and "This holds for every policy" not in text and "queries" not in text
+
+
 def rows_of_refused_models():
     """Model type and sentence, as docs/MODELS.md has them."""
     section = (

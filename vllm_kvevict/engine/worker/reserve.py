@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.distributed import get_pp_group
-from vllm.platforms import current_platform
 
 from vllm_kvevict.engine.config import Options
-from vllm_kvevict.engine.memory import evicted_layers_of_stages, layout_of
+from vllm_kvevict.engine.memory import evicted_layers_of_stages, ring_shape
 from vllm_kvevict.schedules.ring import QueryRing
 
 
@@ -30,19 +29,10 @@ def _evicted_layers(vllm_config: Any) -> int:
 
 def allocate_ring(vllm_config: Any, options: Options, device: torch.device) -> QueryRing | None:
     """Memory for the last queries of requests that are evicted by them after a step; None if none are."""
-    queries, entries = options.kept_queries
-    if not queries:
+    shape = ring_shape(vllm_config, options, _evicted_layers(vllm_config))
+    if shape is None:
         return None
-    model, layout = vllm_config.model_config, layout_of(vllm_config)
-    layers = _evicted_layers(vllm_config)
-    row = layers * layout.rows * layout.entry_bytes
-    # No less than the KV cache will have, which is not known yet.
-    kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes or current_platform.get_device_total_memory()
-    requests_at_once = max(1, -(-kv_bytes // (row * entries)))
-    parts = min(vllm_config.scheduler_config.max_num_seqs, requests_at_once)
-    heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    shape = layers, parts + 1, queries, heads, model.get_head_size()
     return QueryRing(
-        torch.empty(shape, dtype=model.dtype, device=device).fill_(0),
+        torch.empty(shape, dtype=vllm_config.model_config.dtype, device=device).fill_(0),
         vllm_config.scheduler_config.max_num_seqs,
     )
