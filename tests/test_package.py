@@ -15,6 +15,7 @@ from vllm_kvevict.policies import parameters
 from vllm_kvevict.policies.__main__ import known, parameter_table, policy_table
 from vllm_kvevict.policies.params import MEANINGS
 from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules.registry import lookahead_policies
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -40,6 +41,8 @@ def test_tables_come_from_the_registry():
     reference = (ROOT / "docs/POLICY-REFERENCE.md").read_text()
     assert f"\n{policy_table()}\n\n" in reference
     assert reference.endswith(f"\n{parameter_table()}\n")
+    (later,) = re.findall(r"once its answer\shas begun.*: (.*?)\.\n\n", reference, re.S)
+    assert re.findall(r"`(.+?)`", later) == lookahead_policies()
 
 
 def test_policies_link_to_their_papers():
