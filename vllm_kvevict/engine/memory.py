@@ -244,4 +244,5 @@ def ring_memory(vllm_config: Any) -> tuple[int, int]:
     shape = ring_shape(vllm_config, require_options(vllm_config), layers)
     if shape is None:
         return 0, 0
-    return math.prod(shape) * vllm_config.model_config.dtype.itemsize, shape[1] - 1
+    # A query has the size of a key.
+    return math.prod(shape[:-1]) * layout_of(vllm_config)["key"].nbytes, shape[1] - 1

@@ -160,11 +160,6 @@ class Account:
         return self.plan.prompt is None
 
     @property
-    def is_in_lookahead(self) -> bool:
-        """Whether its answer has begun, and its prompt is evicted once it has more tokens."""
-        return self.prompt_len <= self.tokens < self.plan.evicted_at
-
-    @property
     def keeps_queries(self) -> bool:
         """As of :meth:`Plan.keeps_queries`."""
         return self.plan.keeps_queries(self.last_token, self.tokens)

@@ -173,8 +173,8 @@ class Requests:
         """A request finished, was aborted or preempted; its account, if it was in flight."""
         self.in_flight.pop(request.request_id, None)
         account = self.accounts.pop(request.request_id, None)
-        if account is not None and account.is_in_lookahead and request.is_finished():
-            self._ended_in_lookahead += 1
+        if account is not None and request.is_finished():
+            self._ended_in_lookahead += account.prompt_len <= account.tokens < account.plan.evicted_at
         return account
 
     def take_ended_in_lookahead(self) -> int:
