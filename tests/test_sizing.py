@@ -83,7 +83,7 @@ CASES = {
     "no eviction": (6, 2048, 256, 512, {"policy": "full"}),
     "answers": (6, 512, 2048, 2048, {"policy": "full", **ANSWERS, "decode_policy": "snapkv"}),
     "answers of competing heads": (6, 512, 2048, 2048, {"policy": "full", **ANSWERS}),
-    "a lookahead": (4, 2048, 256, 2048, {"policy": "snapkv", "budget": 0.2, "lookahead": 32}),
+    "a lookahead": (2.2, 2048, 256, 2048, {"policy": "snapkv", "budget": 0.2, "lookahead": 32}),
     "an answer within it": (4, 2048, 16, 2048, {"policy": "snapkv", "budget": 0.2, "lookahead": 32}),
     "prompts and answers": (2, 2048, 1024, 1024, {"policy": "snapkv", "budget": 0.2, **ANSWERS}),
 }
