@@ -216,19 +216,23 @@ class Options:
     def kept_queries(self) -> tuple[int, int]:
         """Queries that workers keep of a request at most, 0 for none; and entries that each of its rows has at least
         when they choose."""
-        answer, kept = self.decoding.default_phase, []
+        answer, found = self.decoding.default_phase, []
         if answer is not None and answer.keeps_queries:
-            kept.append((answer.window, answer.positions[0] - answer.begins))
+            found.append((answer.window, answer.positions[0] - answer.begins))
+        able = lookahead_policies() if self.lookahead else []
         reading = [
-            name
-            for name in lookahead_policies()
-            if self.allows(name) and Q_WINDOW in (*lookup(name).needs, *lookup(name).window_needs)
+            config
+            for config in self.configs
+            if config.policy in able
+            and Q_WINDOW in (*lookup(config.policy).needs, *lookup(config.policy).window_needs)
         ]
-        if self.lookahead and reading:
-            kept.append((max(self.lookahead, self.most_window), max(1, self.min_prompt) + self.lookahead))
-        if not kept:
+        if reading:
+            # The server's own windows may be wider than those of requests.
+            windows = (self.most_window, *(config.window_for(LONG) for config in reading))
+            found.append((max(self.lookahead, *windows), max(1, self.min_prompt) + self.lookahead))
+        if not found:
             return 0, 0
-        queries, entries = zip(*kept, strict=True)
+        queries, entries = zip(*found, strict=True)
         return max(queries), min(entries)
 
     @property

@@ -110,6 +110,37 @@ def bytes_for(vllm_config: Any, plans: Sequence[Plan], tokens: int) -> int:
     return blocks * places * place * layout.reserved_bytes // layout.page_size
 
 
+def check_holds_longest(vllm_config: Any, available: int) -> None:
+    """Check that the KV memory holds the longest prompt whole, which a lookahead keeps until its answer has begun.
+
+    Where vLLM decides how long that is, or a rank needs less than others do, only vLLM's own check says so.
+
+    Args:
+        available: bytes of KV memory of a rank.
+
+    Raises:
+        KVEvictionError: one sentence naming the flag.
+    """
+    options, model = require_options(vllm_config), vllm_config.model_config
+    is_decided_later = (
+        model.original_max_model_len == -1
+        or vllm_config.cache_config.num_gpu_blocks_override is not None
+        or vllm_config.parallel_config.pipeline_parallel_size > 1
+        or not LayerMap.predicted(vllm_config).all_evicted
+    )
+    if not options.lookahead or is_decided_later:
+        return
+    tokens = model.max_model_len
+    needed = bytes_for(vllm_config, [plan_for(options, tokens, most_output=1)], tokens)
+    if available < needed:
+        raise KVEvictionError(
+            f"--kv-eviction-config.lookahead {options.lookahead} keeps prompts whole until their answers have begun: "
+            f"one of --max-model-len {tokens} tokens needs {cdiv(needed, 2**20)} MiB of KV memory, and there are "
+            f"{available // 2**20} MiB, so give the KV cache more memory, lower --max-model-len, or set "
+            "--kv-eviction-config.lookahead 0"
+        )
+
+
 def head_dims(vllm_config: Any) -> HeadDims:
     """The heads of a rank."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config

@@ -255,13 +255,22 @@ _OURS = {*REQUEST_FIELDS, RENDERED}
 KEEPS_ALL = RequestOptions(EvictionConfig("full"))
 
 
-def plan_for(server: Options, prompt_len: int, fields: Mapping[str, Any] | None = None) -> Plan:
+def plan_for(
+    server: Options,
+    prompt_len: int,
+    fields: Mapping[str, Any] | None = None,
+    most_output: int | None = None,
+) -> Plan:
     """Read a request's fields and make its plan, whatever the server's scope is.
+
+    Args:
+        most_output: tokens that the answer may have; None for more than any lookahead.
 
     Raises:
         KVEvictionError: one sentence naming the field.
     """
-    return RequestOptions.read(server, fields, prompt_len).plan(server, prompt_len)
+    read_options = RequestOptions.read(server, fields, prompt_len, most_output=most_output)
+    return read_options.plan(server, prompt_len)
 
 
 def check_names(fields: Mapping[str, Any]) -> None:

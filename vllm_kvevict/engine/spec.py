@@ -30,7 +30,7 @@ class BoundedAttentionSpec(FullAttentionSpec):
         """Bytes of one group's blocks that a prompt of ``max_model_len`` tokens needs at once on the fullest rank."""
         tokens = vllm_config.model_config.max_model_len
         options = require_options(vllm_config)
-        pages = pages_of_place(vllm_config, plan_for(options, tokens), tokens)
+        pages = pages_of_place(vllm_config, plan_for(options, tokens, most_output=1), tokens)
         return pages * layout_of(vllm_config, self).page_bytes
 
 

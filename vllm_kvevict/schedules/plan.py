@@ -284,9 +284,9 @@ class Plan:
         """Whether the workers keep queries of an answer that ends there: some that choose are stored at all.
 
         Args:
-            tokens: that it has so far; queries that have chosen are kept until the next step.
+            tokens: that it has so far; queries that have chosen are not kept.
         """
-        keeping = (phase for phase in self.phases if phase.keeps_queries and tokens <= phase.end)
+        keeping = (phase for phase in self.phases if phase.keeps_queries and tokens < phase.end)
         return any(last_token > phase.positions[0] - phase.window for phase in keeping)
 
     def is_read_by(self, tokens: int) -> bool:

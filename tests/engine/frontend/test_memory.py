@@ -69,6 +69,19 @@ def test_memory_that_vllm_asks_for(models) -> None:
     assert needed(at_once) == (whole + 3 * 512) // 4
 
 
+def test_a_lookahead_takes_memory_for_the_longest_prompt_whole(models) -> None:
+    """And no more: who comes so close to the end is never evicted."""
+    at_once = {"kv_eviction": "snapkv", "max_num_batched_tokens": 1 << 16}
+    ahead = configure(models, kv_eviction_config={"lookahead": 32}, **at_once)
+    assert needed(ahead) == 1 << 16
+    enough = memory.bytes_for(ahead, [plan_for(options_of(ahead), 1 << 16, most_output=1)], 1 << 16)
+    memory.check_holds_longest(ahead, enough)
+    says = f"lookahead 32 keeps .* {1 << 16} tokens needs {-(-enough >> 20)} MiB .*lookahead 0$"
+    with pytest.raises(KVEvictionError, match=says):
+        memory.check_holds_longest(ahead, enough - 1)
+    memory.check_holds_longest(configure(models, **at_once), 0)
+
+
 def test_workers_have_room_for_a_probe(models) -> None:
     for settings, probe in (({"kv_eviction": "snapkv"}, 32), ({"kv_eviction": "take"}, 32)):
         sizes = configure(models, **settings, max_num_batched_tokens=2048, max_num_seqs=8).scheduler_config

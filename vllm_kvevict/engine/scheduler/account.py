@@ -161,7 +161,10 @@ class Account:
 
     @property
     def keeps_queries(self) -> bool:
-        """As of :meth:`Plan.keeps_queries`."""
+        """As of :meth:`Plan.keeps_queries`; the step that evicts its prompt still reads them."""
+        pending = self.pending
+        if pending is not None and pending.phase.keeps_queries and self.tokens == pending.phase.end:
+            return True
         return self.plan.keeps_queries(self.last_token, self.tokens)
 
     def reserved(self, dims: HeadDims) -> int:

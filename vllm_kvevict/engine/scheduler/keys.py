@@ -54,7 +54,8 @@ def prefix_keys(
 def _how(part: Phase) -> tuple[Hashable, ...]:
     """Where a part of a prompt begins and ends, and how it is evicted."""
     config = part.config
-    return part.begins, part.end, config.policy, config.budget, config.keep_ratio, config.items
+    kept = config.budget, config.keep_ratio, config.least_window
+    return part.begins, part.end, config.policy, *kept, config.items
 
 
 def _hash_of_tokens(

@@ -121,7 +121,8 @@ class PageLedger(KVCacheManager):
         self.ranks = ranks
         bounds = dataclasses.replace(self.bounds, ranks=in_order)
         self._begin(dataclasses.replace(self.requests.control, bounds=bounds))
-        if not bounds.fits(plan_for(self.options, self.max_model_len), self.max_model_len):
+        longest = plan_for(self.options, self.max_model_len, most_output=1)
+        if not bounds.fits(longest, self.max_model_len):
             raise ValueError(
                 f"a prompt of --max-model-len {self.max_model_len} tokens does not fit the KV cache of "
                 f"{min(capacity.pages for capacity in self.books.ranks)} pages: lower --max-model-len or give the KV "

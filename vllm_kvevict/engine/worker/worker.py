@@ -10,7 +10,7 @@ from vllm.distributed.parallel_state import get_pp_group
 
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.layers import is_evicted
-from vllm_kvevict.engine.memory import layout_of
+from vllm_kvevict.engine.memory import check_holds_longest, layout_of
 from vllm_kvevict.engine.process import check_alone
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.engine.worker.host_memory import ask_for_half_of_what_is_free
@@ -57,6 +57,7 @@ class _EvictionMixin:
         with _no_connector_after_failure():
             get_runtime().take_reserve()
             available: int = super().determine_available_memory()  # type: ignore[misc]
+            check_holds_longest(get_runtime().vllm_config, available)
         layout = layout_of(get_runtime().vllm_config)
         return available * layout.page_bytes // layout.reserved_bytes
 
