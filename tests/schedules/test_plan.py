@@ -29,6 +29,21 @@ def test_one_eviction_follows_the_prompt() -> None:
     assert (once.most_cached(N), once.leaves(N)) == (N - WINDOW, N)
 
 
+@pytest.mark.parametrize("ahead", [8, 40])
+def test_an_eviction_after_a_lookahead(ahead: int) -> None:
+    """The prompt's part of the window is read, and the prompt stays for others, but nothing of the answer."""
+    config, end = EvictionConfig("snapkv", budget=100, window=WINDOW), N + ahead
+    later = plan_of(config, N, None, ahead)
+    assert later.prompt is not None and later.prompt.window == max(WINDOW, ahead)
+    assert later.prompt.config.budget_for(N) == 100 + ahead and later.config.budget_for(N) == 100
+    assert [later.next_eviction(tokens) for tokens in (0, N, end - 1, end)] == [end, end, end, None]
+    assert later.most_cached(N) == min(N - 1, N - WINDOW + ahead)
+    assert [later.leaves(N), later.leaves(end), later.leaves_at_end(end - 1)] == [N, N, N]
+    assert not later.is_read_by(N) and not schedule_of(later.prompt).can_recycle(config, 1, False)
+    assert [later.keeps_queries(2 * N, tokens) for tokens in (0, end - 1, end)] == [True, True, False]
+    assert not plan_of(EvictionConfig("knorm", budget=100), N, None, ahead).keeps_queries(2 * N)
+
+
 def test_chunks_are_evicted_one_by_one_with_a_probe() -> None:
     chunked = plan("take", take_chunk=256)
     assert chunked.prompt is not None and chunked.prompt.positions == (256, 512, N)

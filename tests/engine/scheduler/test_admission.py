@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.support.servers import PAGE
+from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.engine.config import Options
+from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import PATIENCE, AdmissionControl, Shortage
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
-from vllm_kvevict.schedules.plan import Phase, Plan
 from vllm_kvevict.schedules.registry import plan_of
 
 ROWS, PROMPT = 4, 10 * PAGE
@@ -69,43 +71,46 @@ def test_a_replay_expects_what_was_kept_before() -> None:
     assert admission.expected_pages(again, 0, PROMPT) == 7 != admission.expected_pages(new, 0, PROMPT)
 
 
-LATE, LONG = 32, 64 * PAGE
-"""Tokens of an answer after which a prompt of so many tokens is evicted, in the test below."""
+LATE, LONG, KEPT = 32, 64 * PAGE, 409
+"""A prompt of so many tokens keeps so many entries of each row, and is evicted so many tokens later."""
 
 
-def evicted_late() -> Plan:
-    """A prompt that stays whole until so many tokens of its answer are written, and shares what it has read."""
-    config = EvictionConfig("snapkv", budget=409 + LATE, window=LATE)
-    return Plan(config, (Phase(config, "whole", (LONG + LATE,), leaves_at=LONG, after_step=True),))
-
-
-def test_a_promise_lasts_until_the_prompt_is_evicted() -> None:
-    """Pages of a row: the promise covers what the answer adds before the eviction, and ends with that."""
-    admission, plan = control(ROWS * 1000, decode_reserve=512), evicted_late()
-    assert (plan.leaves(LONG), plan.leaves(LONG + LATE)) == (LONG, LONG)
+def test_a_lookahead_is_promised_the_whole_prompt() -> None:
+    """Pages of a row, from its admission to its end."""
+    admission = control(ROWS * 1000, decode_reserve=512)
+    plan = plan_of(EvictionConfig("snapkv", budget=KEPT), LONG, None, LATE)
+    end = LONG + LATE
     new = admission.open(plan, LONG, LONG, 768)
+    # No step reads it all up to its eviction, so it is not evicted layer by layer.
     assert not new.terms.by_layer and new.need_at(0) == ([0], [ROWS * 65])
     assert new.need_at(LONG) == ([ROWS * 64], [ROWS])
-    assert new.need_at(LONG + LATE) == ([ROWS * 65], [0])
-    # The entries that are kept, and half a page of each row.
-    end = admission.expected_end(new)
-    assert (end, admission.expected_pages(new, 0, end)) == (
-        LONG + 512,
-        ROWS * (409 + 512 + PAGE // 2) // PAGE,
-    )
+    assert new.need_at(end) == ([ROWS * 65], [0])
+    # The entries that are kept, those of the answer, and half a page of each row.
+    last = admission.expected_end(new)
+    expected = (LONG + 512, ROWS * (KEPT + 512 + PAGE // 2) // PAGE)
+    assert (last, admission.expected_pages(new, 0, last)) == expected
     # Beside others it counts with its promise while that lasts.
-    reading = replace(new, tokens=LONG, held=[ROWS * 64], promise=[ROWS])
     one_more = admission.open(WHOLE, PROMPT, PROMPT, 1)
-    fits = replace(
-        admission,
-        bounds=replace(admission.bounds, ranks=[replace(admission.bounds.ranks[0], pages=ROWS * 75)]),
-    )
-    assert fits.shortage(one_more, [reading]) is None
-    tight = replace(
-        fits, bounds=replace(fits.bounds, ranks=[replace(fits.bounds.ranks[0], pages=ROWS * 75 - 1)])
-    )
-    assert tight.shortage(one_more, [reading]) is Shortage.PROMPTS
-    # An answer that ends before is never evicted.
-    short = admission.open(plan, LONG, LONG, 16)
-    assert short.need_at(LONG) == ([ROWS * 64], [ROWS]) and short.need_at(short.promised_until)[1] == [0]
-    assert admission.expected_pages(short, 0, admission.expected_end(short)) == ROWS * 65
+    reading = replace(new, tokens=LONG, held=[ROWS * 64], promise=[ROWS])
+    assert control(ROWS * 75).shortage(one_more, [reading]) is None
+    assert control(ROWS * 75 - 1).shortage(one_more, [reading]) is Shortage.PROMPTS
+    # Until it is known that it was evicted, it holds all.
+    new.hold(new.need_at(end))
+    assert new.advance(end, 4096) and new.pending is not None and new.keeps_queries
+    assert admission.bounds.after_eviction(plan, end) == [ROWS * 14]
+    residues = [0] * PAGE
+    residues[(KEPT + LATE) % PAGE] = ROWS
+    kept = PageCount.from_residues(ROWS * 14, end, residues)
+    assert new.on_report(0, kept, None) == ([ROWS * 14], [0]) and not new.keeps_queries
+    assert admission.expected_pages(new, 0, last) == ROWS * 29
+
+
+def test_an_answer_that_ends_before_its_lookahead_is_whole_at_its_end() -> None:
+    options = Options.parse({"policy": "snapkv", "budget": KEPT, "lookahead": LATE})
+    plans = [plan_for(options, LONG, None, most) for most in (16, LATE + 1, LATE + 2)]
+    assert [plan.evicted_at for plan in plans] == [0, 0, LONG + LATE]
+    # A server cannot know how long an answer is that it stops by itself.
+    for plan in (plans[0], plans[2]):
+        admission = control(ROWS * 1000)
+        short = admission.open(plan, LONG, LONG, 16)
+        assert admission.expected_pages(short, 0, admission.expected_end(short)) == ROWS * 65

@@ -48,6 +48,7 @@ from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.policies import parameters
 from vllm_kvevict.policies.registry import lookup
+from vllm_kvevict.schedules.registry import lookahead_policies
 
 SMALL = 50
 """Tokens of a request, its answer included, that nobody should have to wait for long."""
@@ -205,7 +206,7 @@ def with_adapters(load: Load, seed: int) -> Load:
     load = dataclasses.replace(load, setup=setup, asks=asks)
     if not starts(setup):  # such a policy cannot be served with LoRA
         options = setup.options or {}
-        own = parameters(options["policy"])
+        own = {*parameters(options["policy"]), "lookahead"}
         options = {name: value for name, value in options.items() if name not in own} | {"policy": "full"}
         load = dataclasses.replace(load, setup=sized(dataclasses.replace(setup, options=options), 1))
     return load
@@ -246,6 +247,54 @@ def with_answers(load: Load, seed: int) -> Load:
             output = min(max(output, choose.choice((50, 200, 400))), setup.max_model_len - ask.prompt)
         asks.append(dataclasses.replace(ask, extra_args=extra, output=max(1, output)))
     return dataclasses.replace(load, setup=setup, asks=asks)
+
+
+def with_lookahead(load: Load, seed: int) -> Load:
+    """The same load on a server that evicts prompts once their answers have begun; many of these end about then."""
+    choose = random.Random(f"lookahead {seed}")
+    ahead = choose.choice((0, 1, 8, 8, 32, 32, choose.randrange(1, 65)))
+    able = [policy for policy in PROMPT_POLICIES if policy in lookahead_policies()]
+    options = dict(load.setup.options or {})
+    for name in parameters(options["policy"]):
+        options.pop(name, None)
+    policy = choose.choice(able)
+    options |= {"policy": policy, "lookahead": ahead, "min_prompt": choose.choice((0, 0, 64))}
+    options["decode_reserve"] = choose.choice((1, 1, 8))
+    if "window" in parameters(policy):
+        options |= choose.choice(({}, WINDOW))
+    setup = dataclasses.replace(load.setup, options=options, ring_parts=choose.choice((1, 3, 64)))
+    setup = sized(setup, choose.choice((1, 1, 1.2, 1.5, 2)))
+    return dataclasses.replace(
+        load, setup=setup, asks=[_ahead(choose, ask, setup, able) for ask in load.asks]
+    )
+
+
+def _ahead(choose: random.Random, ask: Ask, setup: Setup, able: Sequence[str]) -> Ask:
+    """A request that asks for a lookahead of its own, or whose answer ends about where its prompt is evicted."""
+    assert setup.options is not None
+    extra, ahead, room = dict(ask.extra_args), setup.options["lookahead"], setup.max_model_len - ask.prompt
+    if choose.random() < 0.7:
+        extra |= {"kv_eviction": choose.choice(able), "kv_budget": choose.choice((0.02, 0.1, 0.3, 40))}
+        extra.pop("kv_prefix_len", None)
+    policy = extra.get("kv_eviction", setup.options["policy"])
+    if policy in able and "kv_prefix_len" not in extra and choose.random() < 0.3:
+        ahead = choose.choice((0, ahead, choose.randrange(ahead + 1)))
+        extra["kv_lookahead"] = ahead
+        if ahead and choose.random() < 0.3:
+            extra["kv_answer_from"] = max(
+                1, ask.prompt - choose.choice((0, 1, ahead - 1, ahead, ahead + 1, 40))
+            )
+    about = max(1, ahead + choose.randrange(-1, 4))
+    changes: dict[str, int] = {}
+    how = choose.choice(("as it was", "max_tokens", "stops", "aborted", "long"))
+    if how == "max_tokens":
+        changes["output"] = min(about, room)
+    elif how != "as it was":
+        changes["output"] = min(about + choose.choice((20, 40, 200)), room)
+    if how in ("stops", "aborted"):
+        changes["stops_at" if how == "stops" else "aborted_at"] = about
+    changed: Ask = dataclasses.replace(ask, extra_args=extra, **changes)
+    return dataclasses.replace(changed, min_tokens=min(changed.min_tokens, changed.output))
 
 
 def with_streams(load: Load, seed: int) -> Load:
@@ -410,7 +459,8 @@ def check(setup: Setup, ask: Ask) -> Request:
         KVEvictionError: as the front-end refuses it.
     """
     config, options = make_config(setup), options_of(setup)
-    plan = plan_for(options, ask.prompt, ask.extra_args)
+    most_output = min(ask.output, setup.max_model_len - ask.prompt)
+    plan = plan_for(options, ask.prompt, ask.extra_args, most_output)
     check_policy(config, plan.config, "kv_eviction")
     check_length(plan, setup.max_model_len)
     check_fits(config, options, plan, ask.prompt, ask.min_tokens)
@@ -437,6 +487,7 @@ class Watch:
         self.progressed = 0
         self.ran: dict[str, int] = {}
         self.aborted = set(load.aborted)
+        self.leavers = {ask.name: ask.aborted_at for ask in load.asks if ask.aborted_at}
         self.reset_while_running: Counter[str] = Counter()
 
     def preemptions(self, name: str) -> int:
@@ -450,6 +501,8 @@ class Watch:
         except KVEvictionError:
             self.outcome.reasons["refused"] += 1
             return
+        if ask.stops_at:
+            self.simulation.stops[ask.name] = ask.stops_at
         self.requests[ask.name], self.limits[ask.name] = request, request.max_tokens
         self.ran[ask.name] = self.simulation.steps
         self.simulation.add(request)
@@ -458,6 +511,7 @@ class Watch:
         """One step; raises Stuck where somebody stands still, is overtaken for long, or computed again and again."""
         self.overtaking.before_step()
         self.overtaking.after_step(self.simulation.step())
+        self._leave()
         self._follow()
         self._check_turns()
         steps = self.simulation.steps
@@ -475,6 +529,13 @@ class Watch:
                 )
         if standing > 3 * LONGEST_STANDSTILL:
             raise Stuck(f"nobody got further in {standing} steps: {', '.join(map(self._describe, self.ran))}")
+
+    def _leave(self) -> None:
+        """Clients go that have what they came for."""
+        for name, tokens in self.leavers.items():
+            if self.simulation.outputs.get(name, 0) >= tokens and name in self.simulation.scheduler.requests:
+                self.aborted.add(name)
+                self.simulation.abort(name)
 
     def _check_turns(self) -> None:
         """Nobody is put back again and again, by preemptions or by those who come later."""
@@ -565,6 +626,8 @@ class Watch:
         while simulation.scheduler.has_requests():
             self.step()
         held = [simulation.workers.held(rank) for rank in range(len(setup.shapes))]
+        if simulation.workers.ring:
+            raise Stuck(f"when all requests are gone {simulation.workers.ring} have parts of the ring")
         if any(held) or any(simulation.ledger.books.used) or simulation.ledger.accounts:
             says = simulation.ledger.books.used
             raise Stuck(f"when all requests are gone {held} pages are held, and the ledger says {says}")
@@ -574,12 +637,14 @@ class Watch:
         delivered, limit, reason = self.simulation.outputs[name], self.limits[name], self._reason(name)
         if delivered > limit:
             raise Stuck(f"{self._describe(name)} got {delivered} tokens of {limit}")
+        if reason == "stop" and delivered != self.simulation.stops.get(name):
+            raise Stuck(f"{self._describe(name)} ended with {delivered} tokens")
         if reason == "length" and not delivered:
             raise Stuck(f"{self._describe(name)} ended without a token")
         if reason == "length" and delivered < self.least[name] and self.load.setup.has_w_o:
             raise Stuck(f"{self._describe(name)} got {delivered} tokens and was promised {self.least[name]}")
         # Only workers without output projections make the scheduler keep more than the front-end counted on.
-        if reason not in ("length", "aborted") and (reason != "error" or self.load.setup.has_w_o):
+        if reason not in ("length", "aborted", "stop") and (reason != "error" or self.load.setup.has_w_o):
             raise Stuck(f"{self._describe(name)} ended: {reason}")
 
     def _reason(self, name: str) -> str:
@@ -641,6 +706,7 @@ def play(load: Load, seed: int = 0, greeds: Sequence[str] = GREEDS) -> Outcome:
 
 
 KINDS = {
+    "lookahead": with_lookahead,
     "answers": with_answers,
     "streams": with_streams,
     "drafts": with_drafts,

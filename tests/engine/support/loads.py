@@ -38,6 +38,10 @@ class Ask:
     Its prompt is the beginning of a document, if it names one, or what several say, by the number of each and how many
     of its tokens; else its tokens do not matter. Only requests with the same salt and the same LoRA adapter share what
     they have read.
+
+    Attributes:
+        stops_at: tokens after which the model ends its answer; 0 for never.
+        aborted_at: tokens of its answer after which the client leaves; 0 for never.
     """
 
     arrival: int
@@ -51,6 +55,8 @@ class Ask:
     salt: str | None = None
     adapter: int = 0
     says: tuple[Saying, ...] = ()
+    stops_at: int = 0
+    aborted_at: int = 0
 
     @property
     def tokens(self) -> int | list[int]:

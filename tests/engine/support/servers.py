@@ -56,6 +56,8 @@ HEAD_SIZE = 32
 DIMS = HeadDims(HEAD_SIZE, 1)
 TOKEN = 7
 """What every sampled token is."""
+STOP = 8
+"""Unless it ends the answer."""
 
 Shape = tuple[int, int]
 """Layers and KV heads of a rank."""
@@ -259,7 +261,8 @@ def _read_when_asked(ledger: PageLedger) -> None:
 
     def read(request: Request) -> Plan:
         if (params := request.sampling_params) and RESOLVED not in (given := params.extra_args or {}):
-            found = RequestOptions.read(ledger.options, given, request.num_prompt_tokens)
+            most = min(request.max_tokens, ledger.max_model_len - request.num_prompt_tokens)
+            found = RequestOptions.read(ledger.options, given, request.num_prompt_tokens, most_output=most)
             params.extra_args = found.to_extra_args(given)
         return plan(request)
 
@@ -276,13 +279,15 @@ def make_request(
     salt: str | None = None,
     adapter: int = 0,
 ) -> Request:
-    """A request that ends after exactly ``max_tokens`` outputs.
+    """A request that ends after exactly ``max_tokens`` outputs, or with ``STOP``.
 
     Args:
         prompt: how many tokens it has; or the tokens, which are then hashed as for a prefix cache.
         adapter: number of a LoRA adapter; 0 for none.
     """
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
+    params = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP], extra_args=extra_args
+    )
     tokens = [TOKEN] * prompt if isinstance(prompt, int) else list(prompt)
     return Request(
         name,

@@ -20,7 +20,16 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.support.choices import GREEDS, Choices
-from tests.engine.support.servers import DIMS, PAGE, TOKEN, Setup, capacities, make_scheduler, options_of
+from tests.engine.support.servers import (
+    DIMS,
+    PAGE,
+    STOP,
+    TOKEN,
+    Setup,
+    capacities,
+    make_scheduler,
+    options_of,
+)
 from vllm_kvevict.engine.messages import Holdings, RankMessage, StorePrefix, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
@@ -109,7 +118,8 @@ class Resident:
     def evicted_until(self, tokens: int) -> tuple[Any, ...]:
         """What was read of its first tokens, and how they were evicted."""
         parts = [part for part in self.plan.parts if part.end <= tokens]
-        how = [(part.begins, part.end, part.config.policy, part.config.items) for part in parts]
+        configs = [(part.config.policy, part.config.items, part.config.least_window) for part in parts]
+        how = [(part.begins, part.end, *config) for part, config in zip(parts, configs, strict=True)]
         return self.prompt[:tokens], how
 
     @property
@@ -178,6 +188,7 @@ class Workers:
         is_emptied: whether the last one said that nothing from before is in use, and no step has shown that yet.
         belongs: salt and LoRA adapter of each request; only who has the same shares what it has read.
         blocks: of vLLM's blocks those that are pages, where other layers share the memory.
+        ring: requests that have a part of the ring.
     """
 
     def __init__(self, setup: Setup, seed: int = 0, greeds: Sequence[str] = GREEDS):
@@ -196,6 +207,7 @@ class Workers:
         """What was read of each cached prefix, and how it was evicted."""
         self.blocks: set[int] = set()
         self.live: dict[str, Resident] = {}
+        self.ring: set[str] = set()
         self.cached: dict[int, list[np.ndarray]] = {}
         self._parents: dict[int, int | None] = {}
         self._first: dict[int, list[np.ndarray]] = {}
@@ -440,6 +452,7 @@ class Workers:
             self._leave(name, *left)
         for name in [*output.finished_req_ids, *(output.preempted_req_ids or ())]:
             self.live.pop(name, None)
+            self.ring.discard(name)
         self._take_back_drafts(output)
         for number, count in message.cuts.items():
             self.tails[number].cut(count)
@@ -504,6 +517,7 @@ class Workers:
             )
             before, resident.tokens = resident.tokens, resident.tokens + count
             position = resident.plan.next_eviction(before)
+            self._keep_queries(name, resident, before)
             for rows in resident.kv_len:
                 rows += count
             self._freeze(resident, freezes.pop(name, ()))
@@ -540,6 +554,8 @@ class Workers:
                 resident.waits = True
                 asked[resident.admission.request_id] = CutQuery()
         leaving = [resident for resident in leaving if not resident.waits]
+        # Those whose phase goes on keep their part of the ring.
+        self.ring -= {x.admission.request_id for x in leaving if not x.is_in_answer}
         reports += [self._evict(resident) for resident in leaving]
         by_rank = {}
         for rank in range(len(self.setup.shapes)):
@@ -551,6 +567,18 @@ class Workers:
             held, most = by_rank[rank].physical_pages, message.most_pages[rank]
             assert held <= most, f"rank {rank} holds {held} pages, the ledger allows {most}"
         return WorkerMessages(by_rank)
+
+    def _keep_queries(self, name: str, resident: Resident, before: int) -> None:
+        """Whose next eviction chooses by queries of a step's tokens has a part of the ring from then on."""
+        phase = resident.plan.phase_at(before)
+        if phase is None or not phase.keeps_queries:
+            return
+        position = phase.next_eviction(before)
+        if resident.tokens > position - phase.window:
+            self.ring.add(name)
+            assert len(self.ring) <= self.setup.ring_parts, f"the ring has no part for {name}"
+        first = resident.admission.tokens
+        assert first <= position - phase.window, f"{name} begins with {first} tokens, and needs their queries"
 
     def _move_blocks(self, output: SchedulerOutput) -> None:
         """Blocks become pages and back: what remains has room for what is held, and other layers get none of it."""
@@ -838,6 +866,7 @@ class Simulation:
         most_running: most requests ever running at once.
         preemptions: so far, by request id.
         accepted: draft tokens so far.
+        stops: by request id, which of its tokens is the one that ends its answer.
     """
 
     def __init__(self, setup: Setup, seed: int = 0, greeds: Sequence[str] = GREEDS):
@@ -853,6 +882,7 @@ class Simulation:
         self.steps = 0
         self.idle = 0
         self.accepted = 0
+        self.stops: dict[str, int] = {}
         self._choose = random.Random(seed)
 
     @property
@@ -914,12 +944,22 @@ class Simulation:
     def deliver(self) -> None:
         """Hand the scheduler the output of the oldest step in flight."""
         output, result = self.in_flight.popleft()
+        self._stop(result)
         for engine_outputs in self.scheduler.update_from_output(output, result).values():
             for delivered in engine_outputs.outputs:
                 self.outputs[delivered.request_id] += len(delivered.new_token_ids)
                 if delivered.finish_reason is not None:
                     self.reasons[delivered.request_id] = str(delivered.finish_reason)
         self._draft(result)
+
+    def _stop(self, result: ModelRunnerOutput) -> None:
+        """Let the model end answers where it is to."""
+        for name, sampled in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            request = self.scheduler.requests.get(name)
+            if name in self.stops and request is not None:
+                place = self.stops[name] - 1 - request.num_output_tokens
+                if 0 <= place < len(sampled):
+                    sampled[place] = STOP
 
     def _draft(self, result: ModelRunnerOutput) -> None:
         """Propose tokens for the next step of who was just given some."""
