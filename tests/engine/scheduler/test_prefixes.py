@@ -161,6 +161,16 @@ def test_another_prefix_is_read(what: str, length: int) -> None:
     assert simulation.prefilled - before == 9
 
 
+def test_what_a_lookahead_keeps_of_a_prefix_is_its_own() -> None:
+    """The same entries of the same tokens, but chosen by a window of as many as it has of the answer."""
+    settings: dict[str, Any] = {"policy": "snapkv", "window": 16}
+    ahead = plan_of(EvictionConfig(budget=64, **settings), 300, None, 32)
+    plain = plan_of(EvictionConfig(budget=96, **settings), 332)
+    request = ask("d:0", document(0, 332), 5, 3)
+    found = [keys.prefix_keys(request, plan, PAGE, sha256) for plan in (ahead, plain)]
+    assert found[0].keys() == found[1].keys() == {332} and found[0] != found[1]
+
+
 def test_a_key_without_the_last_token_is_noticed(monkeypatch) -> None:
     hashed = keys.hash_block_tokens
     monkeypatch.setattr(

@@ -18,7 +18,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.support.masked import evicted_layers
 from tests.engine.support.running import Ask, engine, evicting_engine, run
-from tests.engine.support.servers import DIMS, HEAD_SIZE, PAGE, Setup, make_request
+from tests.engine.support.servers import DIMS, HEAD_SIZE, PAGE, Setup, flights, make_request
 from tests.engine.support.serving import command
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.engine.config import Options
@@ -190,6 +190,35 @@ def test_a_place_is_free_again_after_an_abort_and_a_preemption() -> None:
     assert not simulation.ledger.reserve.spans
     simulation.run(100)
     assert simulation.outputs["second"] == 20
+
+
+@flights
+def test_a_part_of_the_ring_is_a_requests_until_its_prompt_is_evicted(flight: dict[str, Any]) -> None:
+    """Or until it is gone; and who needs none waits for none."""
+    options = {"policy": "snapkv", "budget": 0.2, "min_prompt": 0, "policies": "all", "lookahead": 8}
+    simulation = Simulation(Setup([(2, 2)], [400], 512, ring_parts=1, options=options, **flight))
+    for index in range(4):
+        simulation.add(make_request(f"ring {index}", 100, 30))
+    none = [{"kv_eviction": "knorm"}, {"kv_eviction": "full"}, {"kv_lookahead": 0}]
+    for index, fields in enumerate(none):
+        simulation.add(make_request(f"none {index}", 100, 30, fields))
+    simulation.add(make_request("none, ends before", 100, 9))
+    began: dict[str, int] = {}
+    evicted: dict[str, int] = {}
+    while simulation.scheduler.has_requests():
+        admitted = simulation.step().kv_connector_metadata.admissions
+        began |= {admission.request_id: simulation.steps for admission in admitted}
+        for name, account in simulation.ledger.accounts.items():
+            if account.tokens >= 108:
+                evicted.setdefault(name, simulation.steps)
+        if "ring 1" in began and "ring 2" not in began:
+            simulation.abort("ring 1")
+    simulation.run(10)
+    assert {began[name] for name in began if "none" in name} == {began["ring 0"]} == {1}
+    assert began["ring 2"] == began["ring 1"] + 1
+    for earlier, later in (("ring 0", "ring 1"), ("ring 2", "ring 3")):
+        assert 0 < began[later] - evicted[earlier] <= simulation.setup.depth
+    assert simulation.workers is not None and not simulation.workers.ring
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.booleans()), max_size=40))
