@@ -253,7 +253,9 @@ def with_lookahead(load: Load, seed: int) -> Load:
     """The same load on a server that evicts prompts once their answers have begun; many of these end about then."""
     choose = random.Random(f"lookahead {seed}")
     ahead = choose.choice((0, 1, 8, 8, 32, 32, choose.randrange(1, 65)))
-    able = [policy for policy in PROMPT_POLICIES if policy in lookahead_policies()]
+    # The simulated workers evict after a step only where layers do not need each other.
+    apart = {name for name in lookahead_policies() if lookup(name).schedule == "whole"}
+    able = [policy for policy in PROMPT_POLICIES if policy in apart]
     options = dict(load.setup.options or {})
     for name in parameters(options["policy"]):
         options.pop(name, None)
@@ -284,6 +286,8 @@ def _ahead(choose: random.Random, ask: Ask, setup: Setup, able: Sequence[str]) -
             extra["kv_answer_from"] = max(
                 1, ask.prompt - choose.choice((0, 1, ahead - 1, ahead, ahead + 1, 40))
             )
+    if policy not in able:
+        ahead = extra["kv_lookahead"] = 0
     about = max(1, ahead + choose.randrange(-1, 4))
     changes: dict[str, int] = {}
     how = choose.choice(("as it was", "max_tokens", "stops", "aborted", "long"))
