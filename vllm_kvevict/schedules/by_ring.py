@@ -28,8 +28,7 @@ class EvictionByRing(Eviction):
         if not self.phase.keeps_queries:
             return None
         before, after = self.resident.tokens, self.resident.tokens + rows.stop - rows.start
-        position = self.phase.next_eviction(before) if self.phase.of_answer else self.phase.end
-        first = max(before, position - self.phase.window)
+        first = max(before, self.phase.next_complete(before) - self.phase.window)
         if first >= after:
             return None
         ring = self.evictor.ring

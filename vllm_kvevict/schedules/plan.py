@@ -113,6 +113,10 @@ class Phase:
         """The first position after ``tokens`` tokens, which are fewer than ``end``."""
         return self.positions[self._passed(tokens)]
 
+    def next_complete(self, tokens: int) -> int:
+        """The first of :attr:`evictions` after so many tokens."""
+        return self.next_eviction(tokens) if self.of_answer else self.end
+
     def last_eviction(self, tokens: int) -> int | None:
         """The last position up to ``tokens`` tokens, None if there is none."""
         passed = self._passed(tokens)
@@ -287,7 +291,7 @@ class Plan:
             tokens: that it has so far; queries that have chosen are not kept.
         """
         keeping = (phase for phase in self.phases if phase.keeps_queries and tokens < phase.end)
-        return any(last_token > phase.positions[0] - phase.window for phase in keeping)
+        return any(last_token > phase.evictions[0] - phase.window for phase in keeping)
 
     def is_read_by(self, tokens: int) -> bool:
         """Whether a first step of so many tokens ends where the prompt is evicted, which it is only once."""

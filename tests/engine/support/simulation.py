@@ -573,7 +573,7 @@ class Workers:
         phase = resident.plan.phase_at(before)
         if phase is None or not phase.keeps_queries:
             return
-        position = phase.next_eviction(before)
+        position = phase.next_complete(before)
         if resident.tokens > position - phase.window:
             self.ring.add(name)
             assert len(self.ring) <= self.setup.ring_parts, f"the ring has no part for {name}"
