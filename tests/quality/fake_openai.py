@@ -176,6 +176,8 @@ class FakeServer:
         start, loss = 0, 1 - fields["kv_budget"] if "kv_budget" in fields else self.noise
         if budget := fields.get("kv_decode_budget"):
             start, loss = fields["kv_answer_from"] + budget + INTERVAL + 1, self.loss
+        elif ahead := fields.get("kv_lookahead"):
+            start = fields["kv_answer_from"] + ahead + 1
         rows: list[Any] = [None]
         for place, token in enumerate(tokens[1:], 1):
             lost = loss if place >= start else 0.0

@@ -132,6 +132,32 @@ def test_requests_and_measures(prompts, tmp_path):
     assert (folder / "report" / "divergence.png").exists()
 
 
+def test_exact_tokens_of_a_lookahead_count_apart(prompts, tmp_path):
+    """Of three tokens the first is chosen before any eviction, and of a lookahead of one the second, too."""
+    folder, ahead = tmp_path / "out", ["snapkv:kernel=5,lookahead=1", "snapkv:lookahead=3"]
+    with FakeServer() as server:
+        assert fidelity(server, folder, "--prompts", prompts, "--policies", "snapkv:lookahead=0", *ahead) == 0
+    fields = [body["vllm_xargs"] for body in server.asked if "prompt_logprobs" in body]
+    of_first = [one for one in fields if one.get("kv_budget") == 0.2][:3]
+    n = of_first[0]["kv_prefix_len"]
+    basis = {"kv_eviction": "snapkv", "kv_budget": 0.2}
+    assert of_first == [
+        basis | {"kv_lookahead": 0, "kv_prefix_len": n},
+        basis | {"kv_params": "kernel=5", "kv_lookahead": 1, "kv_answer_from": n},
+        basis | {"kv_lookahead": 3, "kv_answer_from": n},
+    ]
+    found = gather(folder, Fidelity)
+    columns = [Column(name, 0.2, "prompt") for name in ("snapkv:lookahead=0", *ahead)]
+    said = [(one.exact, one.agrees) for column in columns for one in found.of(column)[:1]]
+    assert said == [(0, (False, False)), (1, (True, False)), (2, (True, True))]
+    means = [found.divergence.mean(column).mean for column in columns]
+    assert means == pytest.approx([means[0], means[0] / 2, 0.0])
+    text = "\n".join(fidelity_section(found))
+    assert "Of 18 exact tokens the largest KL is 0." in text and "| KL behind the exact tokens |" in text
+    behind = [row.split("|")[-2].split()[0] for row in text.splitlines() if row.startswith("| snapkv")][:3]
+    assert behind == [f"{means[0]:.3f}", f"{means[0]:.3f}", "-"]
+
+
 def test_it_goes_on_where_it_was_interrupted(prompts, tmp_path, capsys):
     folder = tmp_path / "out"
     with FakeServer() as server:

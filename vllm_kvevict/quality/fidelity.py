@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvevict.quality.cases import Case
@@ -83,6 +83,7 @@ class Fidelity(Cell):
         agrees: for each token, whether it is the column's first choice, too.
         differences: of its log-probability, the column's less the full cache's.
         divergences: see `divergence`.
+        exact: the first of these tokens, of a lookahead, that were chosen before the eviction.
     """
 
     FILE = FIDELITY
@@ -96,11 +97,17 @@ class Fidelity(Cell):
     evict_at: int | None
     whole: bool
     seconds: float
+    exact: int = field(default=0, kw_only=True)
 
     @property
     def first_lost(self) -> int | None:
         """The place in the answer, from 0, of the first token on which the two differ."""
         return self.first + self.agrees.index(False) if False in self.agrees else None
+
+    @property
+    def later(self) -> tuple[float, ...]:
+        """Divergences of the tokens behind the exact ones."""
+        return self.divergences[self.exact :]
 
     def measure(self, values: Sequence[float]) -> Measure:
         """The mean of some values over the tokens."""
@@ -133,6 +140,7 @@ def score(
         evict_at=evict_at,
         whole=whole,
         seconds=round(seconds, 3),
+        exact=min(column.lookahead or 0, len(pairs)),
     )
 
 
@@ -286,7 +294,8 @@ class Scoring(Task[Asked, Fidelity]):
         else:
             fields = asked_fields(column)
             if evict_at is not None:
-                fields["kv_prefix_len"] = evict_at
+                # A prefix would be evicted without a lookahead.
+                fields["kv_answer_from" if column.lookahead else "kv_prefix_len"] = evict_at
             rows = await scored(self.endpoint, prompt, answer.tokens, fields, self.options.top)
         whole = evict_at is not None and evict_at < max(1, self.options.min_prompt)
         return score(answer, column, rows, evict_at, whole, time.perf_counter() - started)

@@ -26,6 +26,10 @@ MEANING = (
     "column compares with the lowest KL at the same budget, on the same answers: where its interval includes 0, the "
     "two policies may be equally good."
 )
+EXACT = (
+    "With a lookahead the first tokens of each answer are chosen before the eviction. They count in all columns but "
+    "the last, which has the KL of the tokens behind them. Of {exact:,} exact tokens the largest KL is {most:.1g}."
+)
 WRITTEN = (
     "The full cache writes each answer at temperature {temperature:g}; then the answer is read again while it is "
     "evicted every {interval} tokens, and each token behind the first eviction is scored. KL is the divergence from "
@@ -65,6 +69,11 @@ class Measures:
     @cached_property
     def difference(self) -> Scores[Measure]:
         return Scores(one.measure(one.differences) for one in self.measures)
+
+    @cached_property
+    def later(self) -> Scores[Measure]:
+        """Divergence behind a lookahead's exact tokens."""
+        return Scores(one.measure(one.later) for one in self.measures if one.later)
 
     @cached_property
     def recalled(self) -> Scores[Measure]:
@@ -124,6 +133,8 @@ def fidelity_section(found: Measures) -> list[str]:
     lines += [about, "", *floor_lines(found)]
     if whole:
         lines += [f"**{whole:,} prompts or prefixes were too short to be evicted and were kept whole.**", ""]
+    if exact := [kl for one in found.measures for kl in one.divergences[: one.exact]]:
+        lines += [EXACT.format(exact=len(exact), most=max(exact)), ""]
     for scope in found.agreement.scopes:
         lines += _scope_lines(found, scope)
     tasks = found.divergence.tasks
@@ -151,12 +162,14 @@ def _scope_lines(found: Measures, scope: str) -> list[str]:
     means = [row(column, _means(found, column, columns)) for column in columns]
     lost = [row(column, _lost(found.of(column))[: 2 + len(places)]) for column in columns]
     heads = ["agreement", "log-probability less the full cache's", "KL", "KL above the lowest"]
+    if any(one.exact for one in found.measures):
+        heads.append("KL behind the exact tokens")
     lost_heads = ["unchanged answers", "median of the first change"]
     lost_heads += [f"tokens {start + 1} to {stop}" for start, stop in places]
     return [
         f"### Fidelity in scope {scope}",
         "",
-        *table(["policy", "budget", *heads], means),
+        *table(["policy", "budget", *heads], [cells[: 2 + len(heads)] for cells in means]),
         "",
         "Where agreement is lost: the share of answers that agree throughout, the place of the first token that "
         "differs in the others, and agreement by the place in the answer.",
@@ -167,13 +180,14 @@ def _scope_lines(found: Measures, scope: str) -> list[str]:
 
 
 def _means(found: Measures, column: Column, columns: Sequence[Column]) -> list[object]:
-    """Agreement, difference and KL of a column, and its KL less the lowest one at its budget, paired."""
+    """Agreement, difference and KL of a column, its KL less the lowest one at its budget, paired, and the later KL."""
     divergence = found.divergence
     at_budget = [other for other in columns if other.budget == column.budget]
     lowest = min(at_budget, key=lambda other: divergence.means[other])
     above = "lowest" if column == lowest else signed(divergence.difference(column, lowest))
     difference = signed(found.difference.mean(column))
-    return [found.agreement.mean(column), difference, divergence.mean(column), above]
+    later = found.later.mean(column) or NONE
+    return [found.agreement.mean(column), difference, divergence.mean(column), above, later]
 
 
 def _places(measures: Iterable[Fidelity]) -> list[tuple[int, int]]:

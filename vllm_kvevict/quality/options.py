@@ -238,8 +238,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dry-run": _removed("start the run: its progress bar says how long it takes, and it can be interrupted"),
     "policies": _several(
         "POLICY",
-        f"each as {GRAMMAR}, such as ada-snapkv:kernel=31; full is measured once, without a budget; a NOTE tells "
-        f"servers with other parameters apart, such as kvzip@chunk (default: {' '.join(POLICIES)})",
+        f"each as {GRAMMAR}, such as ada-snapkv:kernel=31; full is measured once, without a budget; lookahead=N among "
+        "the parameters evicts behind N tokens of the answer; a NOTE tells servers with other parameters apart, such "
+        f"as kvzip@chunk (default: {' '.join(POLICIES)})",
         parse_policy,
         POLICIES,
     ),

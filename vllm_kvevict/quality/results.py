@@ -16,6 +16,8 @@ RESULTS, SETTINGS = "results.jsonl", "settings.json"
 FULL = "full"
 AT_ONCE, TURNS = ("prompt", "prefix"), "turns"
 SCOPES = (*AT_ONCE, TURNS)
+LOOKAHEAD = "lookahead"
+"""Stands among a policy's parameters, and is a field of its own of requests."""
 
 
 class ResultsError(RuntimeError):
@@ -27,8 +29,8 @@ class Column:
     """What a sample is asked with.
 
     Attributes:
-        policy: its name, which may go on with ``:`` and parameters, and with ``@`` and a note on its server; or the
-            label of a server that is measured as it is.
+        policy: its name, which may go on with ``:`` and parameters, a lookahead among them, and with ``@`` and a note
+            on its server; or the label of a server that is measured as it is.
         budget: None where nothing is evicted by us.
         scope: ``prompt``: the policy sees the question; ``prefix``: it does not; ``turns``: nor does it, and each turn
             of a chat is evicted on its own; None where budget is.
@@ -51,7 +53,12 @@ class Column:
     @property
     def parameters(self) -> str:
         """Its parameters as requests give them, empty without any."""
-        return parse(self.policy).field
+        return ",".join(f"{name}={text}" for name, text in parse(self.policy).texts if name != LOOKAHEAD)
+
+    @property
+    def lookahead(self) -> Any:
+        """Tokens of the answer that come before the eviction, as they were written; None where the server decides."""
+        return parse(self.policy).parameters.get(LOOKAHEAD)
 
     def __str__(self) -> str:
         return self.policy if self.budget is None else f"{self.policy} {self.budget:g} ({self.scope})"

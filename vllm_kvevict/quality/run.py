@@ -183,8 +183,9 @@ def asked_fields(column: Column) -> dict[str, Any]:
     """What a request says of a column, but for the scope."""
     if column.budget is None:
         return {"kv_eviction": FULL}
-    evicting = {"kv_eviction": column.asked, "kv_budget": column.budget}
-    return evicting | ({PARAMETERS: column.parameters} if column.parameters else {})
+    more = {PARAMETERS: column.parameters or None, "kv_lookahead": column.lookahead}
+    given = {name: value for name, value in more.items() if value is not None}
+    return {"kv_eviction": column.asked, "kv_budget": column.budget, **given}
 
 
 async def require_eviction(endpoint: Endpoint, columns: Sequence[Column], min_prompt: int) -> None:
