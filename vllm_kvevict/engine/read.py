@@ -179,7 +179,7 @@ ENGINE_OPTIONS = {
     "lookahead": Option(
         0,
         lookahead,
-        "tokens of an answer, at most 64, that are written, exactly, before its prompt is evicted",
+        "tokens of an answer, at most 64, that see the whole prompt, which is evicted then",
     ),
     "eviction_log": Option(None, path, "file that gets one line of JSON for each eviction"),
 }

@@ -144,8 +144,9 @@ class RequestOptions:
         rendered, config = _rendered(fields), _config(server, fields)
         ends, in_turns = _ends(fields, prompt_len, config)
         first = read.whole(ANSWER_FROM, fields[ANSWER_FROM]) if ANSWER_FROM in fields else None
-        ahead = _lookahead(server, fields, config.policy, ends)
-        options = cls(config, ends, in_turns, _decode_budget(server, fields), first, ahead, rendered)
+        budget, ahead = _decode_budget(server, fields), _lookahead(server, fields, config.policy, ends)
+        _check_evicted_before(server, fields, budget, ahead)
+        options = cls(config, ends, in_turns, budget, first, ahead, rendered)
         is_open = ends is None and server.scope != "prompt" and server.evicts(config, first or prompt_len)
         if is_open and chat is not None:
             options = options._in_scope(server, chat, most_output)
@@ -182,7 +183,10 @@ class RequestOptions:
         """Refuse an answer that begins, or tokens that stay whole, where the prompt's parts forbid it."""
         first, ends, whole = self.answer_from, self.ends or (), self.rendered.whole
         if first is not None and not self.decode_budget and not self.lookahead:
-            words = f"says where an answer begins, but {DECODE_BUDGET} and {LOOKAHEAD} are 0"
+            words = (
+                f"says where an answer begins, which takes a {DECODE_BUDGET}, or a {LOOKAHEAD} with a policy that "
+                "can have one"
+            )
             raise refused(ANSWER_FROM, words)
         if first is not None and not max(ends, default=1) <= first <= prompt_len:
             least = f"{PREFIX_LEN} ({ends[-1]})" if ends else "1"
@@ -200,9 +204,6 @@ class RequestOptions:
         begins = prompt_len if self.answer_from is None else self.answer_from
         budget, ends = self.decode_budget, self.ends
         answer = server.decoding.phase(budget, begins, DECODE_BUDGET) if budget else None
-        if answer is not None and self.lookahead > answer.most_lookahead:
-            words = f"must be at most {answer.most_lookahead} with a {DECODE_BUDGET} of {budget}, got {self.lookahead}"
-            raise refused(LOOKAHEAD, words)
         if not self.in_turns or ends is None:
             return server.plan_with(self.config, ends[-1] if ends else begins, answer, self.lookahead)
         whole = self.rendered.whole
@@ -397,6 +398,19 @@ def _lookahead(server: Options, fields: Mapping[str, Any], policy: str, ends: tu
         able = ", ".join(lookahead_policies())
         raise refused(LOOKAHEAD, f"cannot be used with policy {policy} (choose from {able})")
     return ahead
+
+
+def _check_evicted_before(server: Options, fields: Mapping[str, Any], budget: int, ahead: int) -> None:
+    """Refuse an answer that would be evicted before its prompt is."""
+    if not (budget and ahead):
+        return
+    most = server.decoding.phase(budget, 1, DECODE_BUDGET).most_lookahead
+    if ahead <= most:
+        return
+    if LOOKAHEAD in fields:
+        raise refused(LOOKAHEAD, f"must be at most {most} with a {DECODE_BUDGET} of {budget}, got {ahead}")
+    words = f"of {budget} needs a {LOOKAHEAD} of at most {most}, but the server's is {ahead}: give both, or raise it"
+    raise refused(DECODE_BUDGET, words)
 
 
 def _decode_budget(server: Options, fields: Mapping[str, Any]) -> int:

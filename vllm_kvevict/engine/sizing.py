@@ -17,7 +17,7 @@ from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend.checks import check_stages
 from vllm_kvevict.engine.layers import FULL_ATTENTION, NULL_BLOCKS, layer_types
 from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_layers
-from vllm_kvevict.engine.request_options import RENDERED, TURNS, Rendered, RequestOptions, plan_for
+from vllm_kvevict.engine.request_options import RENDERED, TURNS, Rendered, plan_for
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Shortage
 from vllm_kvevict.schedules.base import RankCapacity
@@ -94,7 +94,8 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
     options = Options.parse({"page_size": server.page_size, **settings})
     stages = stage_layers(server.layers, server.pipeline_parallel_size)
     check_stages(options.config, list(map(len, stages)), "--policy")
-    control, plan = _admission_control(server, options, stages), _plan(options, prompt, output)
+    control = _admission_control(server, options, stages)
+    plan = plan_for(options, prompt, most_output=output)
     bounds, step, at = control.bounds, server.max_num_batched_tokens, max(prompt, plan.evicted_at)
     counts = [after_eviction(plan, at, rank, server.page_size) for rank in bounds.ranks]
     crowd = Crowd(control, plan, prompt, output, counts)
@@ -118,18 +119,14 @@ def size(server: Server, settings: Mapping[str, Any], prompt: int, output: int) 
         "layered": "yes" if alone.terms.by_layer else "no",
         "cached": cached(plan, bounds.ranks, now),
         "limit": limit.value if limit and at_once < step else "tokens of a step",
-        "price": f"{price(plan, prompt, output):.2f}",
+        "price": f"{price(options, prompt, output):.2f}",
     }
 
 
-def _plan(options: Options, prompt: int, output: int) -> Plan:
-    """Of a request that asks for nothing but so many tokens of an answer."""
-    return RequestOptions.read(options, None, prompt, most_output=output).plan(options, prompt)
-
-
-def price(plan: Plan, prompt: int, output: int) -> float:
+def price(options: Options, prompt: int, output: int) -> float:
     """How much memory, times how long, an answer takes with its lookahead, over that without; in entries, not pages."""
-    ahead = plan.evicted_at - prompt
+    plan = plan_for(options, prompt)
+    ahead = min(plan.evicted_at - prompt, output)
     if ahead <= 0:
         return 1.0
     kept = plan.config.budget_for(prompt)

@@ -1,11 +1,12 @@
-"""The last queries of answers: what chooses when an answer is evicted, kept as steps come by.
+"""The last queries before an eviction that follows a step: they choose then, and are kept as steps come by.
 
     tokens   ... | p-w ... p-1 | p          slot of a token in its request's part: token modulo size
                    |  queries  |
                    +-- kept ---+--> read at position p, oldest first
 
 Owns memory that is taken at start-up, and which request has which part of it. The scheduler admits no more requests
-than there are parts, so that one is always free; a request has one from the first query that counts to its end.
+than there are parts, so that one is always free; a request has one from the first query that counts until its phase
+ends.
 """
 
 from collections.abc import Sequence

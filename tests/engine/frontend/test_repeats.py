@@ -243,10 +243,10 @@ def process(renderer, prompt, **fields):
     return RequestOptions.of(request.sampling_params)
 
 
-@pytest.mark.parametrize("scope", ["prompt", "prefix"])
+@pytest.mark.parametrize(("scope", "lookahead"), [("prompt", 0), ("prompt", 2), ("prefix", 0)])
 @pytest.mark.parametrize("server", ["kvzip", "snapkv"])
-def test_requests_of_such_a_policy_have_them(server, scope, renderers):
-    renderer = renderers(policy=server, scope=scope, policies="all")
+def test_requests_of_such_a_policy_have_them(server, scope, lookahead, renderers):
+    renderer = renderers(policy=server, scope=scope, policies="all", lookahead=lookahead)
     prompt, _ = render(renderer, [*TURN, ask()])
     behind_prefix, behind_reply = (
         repeat_prompts(renderer, prompt, with_question) for with_question in (False, True)

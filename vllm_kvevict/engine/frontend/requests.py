@@ -168,7 +168,7 @@ def _complete(options: RequestOptions, plan: Plan, renderer: Any, prompt: Any) -
     if options.rendered.repeat is not None or not repeats_prompt(plan):
         return options
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    with_question = ids is not None and plan.evicted_at == len(ids)
+    with_question = ids is not None and plan.parts[-1].repeated_at == len(ids)
     return options.asking(repeat_prompts(renderer, prompt, with_question))
 
 

@@ -133,7 +133,7 @@ function showFrame() {
   if (data.turns.length) {
     about += ` · evicted turn by turn, the last time after ${whole(data.evicted_tokens)} tokens`;
   } else if (data.answer) {
-    about += ` · evicted once the answer had begun: “${data.answer}”`;
+    about += ` · an answer begins before policies that wait for it evict: “${data.answer}”`;
   } else if (data.evicted_tokens < tokens) {
     about += ` · evicted after ${whole(data.evicted_tokens)} tokens; all later tokens are kept`;
   }
