@@ -32,7 +32,8 @@ def memory_for(model):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "ahead"), [("llama", 32), ("nemotron_h", 0), ("falcon_h1", 0), ("gemma3_text", 0)]
+    ("architecture", "ahead"),
+    [("llama", 0), ("llama", 32), ("nemotron_h", 0), ("falcon_h1", 0), ("gemma3_text", 0)],
 )
 def test_the_memory_that_is_asked_for_is_enough(models, architecture, ahead):
     """What is foreseen of windows may be a block more than they need."""
