@@ -39,9 +39,12 @@ def test_an_eviction_after_a_lookahead(ahead: int) -> None:
     assert [later.next_eviction(tokens) for tokens in (0, N, end - 1, end)] == [end, end, end, None]
     assert later.most_cached(N) == min(N - 1, N - WINDOW + ahead)
     assert [later.leaves(N), later.leaves(end), later.leaves_at_end(end - 1)] == [N, N, N]
-    assert not later.is_read_by(N) and not schedule_of(later.prompt).can_recycle(config, 1, False)
+    assert not later.is_read_by(N)
     assert [later.keeps_queries(2 * N, tokens) for tokens in (0, end - 1, end)] == [True, True, False]
     assert not plan_of(EvictionConfig("knorm", budget=100), N, None, ahead).keeps_queries(2 * N)
+    # It is repeated in a step that ends with the prompt, so a replay must not begin with all of it.
+    repeated = plan_of(EvictionConfig("kvzip", budget=100), N, None, ahead)
+    assert repeated.most_cached(N + ahead) == N - 1 and repeated.next_eviction(N - 1) == N
 
 
 def test_chunks_are_evicted_one_by_one_with_a_probe() -> None:

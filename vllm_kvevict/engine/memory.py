@@ -228,9 +228,10 @@ def _too_long(
     bounds: MemoryBounds, options: Options, plan: Plan, prompt_len: int, longest: int, in_one_step: bool
 ) -> str:
     """Says which prompts would fit, and which policy this one."""
-    policy = plan.config.policy
+    policy, part = plan.config.policy, plan.prompt
+    ahead = part.end - part.leaves_at if part is not None and part.is_after_lookahead else 0
     fitting = bounds.longest_prompt(
-        lambda length: options.plan_with(plan.config, length), longest, in_one_step
+        lambda length: options.plan_with(plan.config, length, lookahead=ahead), longest, in_one_step
     )
     would = f"the longest prompt that fits with kv_eviction={policy} has {fitting} tokens"
     for other in bounded_policies():

@@ -145,7 +145,6 @@ class RequestOptions:
         ends, in_turns = _ends(fields, prompt_len, config)
         first = read.whole(ANSWER_FROM, fields[ANSWER_FROM]) if ANSWER_FROM in fields else None
         budget, ahead = _decode_budget(server, fields), _lookahead(server, fields, config.policy, ends)
-        _check_evicted_before(server, fields, budget, ahead)
         options = cls(config, ends, in_turns, budget, first, ahead, rendered)
         is_open = ends is None and server.scope != "prompt" and server.evicts(config, first or prompt_len)
         if is_open and chat is not None:
@@ -153,6 +152,8 @@ class RequestOptions:
         options._check_ends(prompt_len)
         if most_output is not None and options._ends_before_eviction(server, prompt_len, most_output):
             return replace(options, config=KEEPS_ALL.config, lookahead=0)
+        if server.evicts(config, first or prompt_len):
+            _check_evicted_before(server, fields, budget, ahead)
         return options
 
     def _in_scope(self, server: Options, chat: ChatFacts, most_output: int | None) -> "RequestOptions":

@@ -102,6 +102,8 @@ class Schedule(ABC):
 
     eviction: type[Eviction]
     """What is done on each rank, of which every request has one object in each phase."""
+    after_lookahead: type[Eviction] | None = None
+    """The same for prompts whose answers have begun; None if they are not evicted then."""
     holds_whole_prompt = True
     """Whether all that was read is held until the last position, unless layers recycle pages."""
     reads_token_ids = False

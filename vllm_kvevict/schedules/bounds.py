@@ -46,9 +46,12 @@ class MemoryBounds:
 
         It is then evicted layer by layer, each layer into the pages of the one before.
         """
-        if plan.prompt is None or not plan.is_read_by(plan.prompt.end) or plan.prompt.end > self.longest_step:
+        prompt = plan.prompt
+        if prompt is None or prompt.after_step or prompt.end > self.longest_step:
             return False
-        return schedule_of(plan.prompt).can_recycle(plan.config, self.num_stages, self.is_asynchronous)
+        if not plan.is_read_by(prompt.end):
+            return False
+        return schedule_of(prompt).can_recycle(plan.config, self.num_stages, self.is_asynchronous)
 
     def by_layer(self, plan: Plan, first_step: int) -> bool:
         """Whether a request is evicted layer by layer if its first step has so many tokens."""

@@ -53,7 +53,7 @@ class Evictor:
         is_asynchronous: whether the device runs behind the host.
         sources: of policies' inputs.
         logits: scale and softcap of each of the rank's layers; a softcap of 0 is none.
-        ring: of answers' queries, None where no answer is evicted by queries.
+        ring: of queries that choose after a step, None where none do.
     """
 
     def __init__(

@@ -62,8 +62,13 @@ class Phase:
 
     @property
     def repeated_at(self) -> int:
-        """Of a prompt that the model repeats: tokens after which it does. They are all that are evicted."""
+        """Of a prompt that the model repeats before it is evicted: tokens after which it does, the prompt's own."""
         return self.positions[0]
+
+    @property
+    def is_after_lookahead(self) -> bool:
+        """Whether a prompt is evicted once its answer has begun."""
+        return self.after_step and not self.of_answer
 
     @property
     def name(self) -> str:
@@ -82,13 +87,14 @@ class Phase:
         """Whether a prompt, or a part of one, is evicted."""
         return not self.of_answer and (self.pins or not self.begins)
 
-    @property
+    @functools.cached_property
     def window(self) -> int:
-        """Of an answer: last tokens before an eviction that stay; their queries choose, where the policy reads any."""
+        """Last tokens before an eviction that follows a step: they stay, and their queries choose, where the policy
+        reads any."""
         assert self.config.budget is not None
         return self.config.window_for(self.config.budget)
 
-    @property
+    @functools.cached_property
     def keeps_queries(self) -> bool:
         """Whether queries are kept from step to step for its evictions."""
         return self.after_step and Q_WINDOW in self.config.inputs

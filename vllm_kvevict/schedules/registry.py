@@ -9,7 +9,6 @@ from typing import Any
 
 from vllm_kvevict.policies import EvictionConfig, available, parameters
 from vllm_kvevict.policies.registry import lookup
-from vllm_kvevict.schedules import lookahead
 from vllm_kvevict.schedules.base import Schedule
 from vllm_kvevict.schedules.chunked import Chunked
 from vllm_kvevict.schedules.decoding import Decoding
@@ -17,6 +16,7 @@ from vllm_kvevict.schedules.eviction import Eviction, ResidentRequest
 from vllm_kvevict.schedules.evictor import Evictor
 from vllm_kvevict.schedules.inputs import sums_up
 from vllm_kvevict.schedules.kept_whole import KeptWhole
+from vllm_kvevict.schedules.lookahead import lookahead_phase
 from vllm_kvevict.schedules.plan import Phase, Plan, part_phases
 from vllm_kvevict.schedules.repeat import ByRepeat
 from vllm_kvevict.schedules.shared import ByScore, ByWeight
@@ -25,22 +25,11 @@ from vllm_kvevict.schedules.whole import Whole
 _schedules: dict[str, Schedule] = {}
 
 
-def register(name: str, schedule: Schedule, after_lookahead: Schedule | None = None) -> None:
-    """Make a schedule available to policies that name it. Raises ValueError if the name is taken.
-
-    Args:
-        after_lookahead: that evicts the same prompts once their answers have begun; None if none does.
-    """
+def register(name: str, schedule: Schedule) -> None:
+    """Make a schedule available to policies that name it. Raises ValueError if the name is taken."""
     if name in _schedules:
         raise ValueError(f"schedule {name} is registered already")
     _schedules[name] = schedule
-    if after_lookahead is not None:
-        register(_with_lookahead(name), after_lookahead)
-
-
-def _with_lookahead(name: str) -> str:
-    """The name of a schedule's other one."""
-    return f"{name}, after a lookahead"
 
 
 def schedule_of(phase: Phase) -> Schedule:
@@ -66,8 +55,7 @@ def plan_of(config: EvictionConfig, n: int, answer: Phase | None = None, ahead: 
         return Plan(config, later)
     name = lookup(config.policy).schedule
     if ahead:
-        name = _with_lookahead(name)
-        phase = lookahead.lookahead_phase(config, name, n, ahead, _schedules[name].repeats_prompt)
+        phase = lookahead_phase(config, name, n, ahead, _schedules[name].repeats_prompt)
         return Plan(config, (phase, *later))
     return Plan(config, (*_schedules[name].phases(config, name, n), *later))
 
@@ -93,7 +81,10 @@ def eviction_of(evictor: Evictor, resident: ResidentRequest) -> Eviction | None:
     if resident.eviction is None:
         phase = resident.plan.phase_at(resident.tokens)
         if phase is not None:
-            resident.eviction = schedule_of(phase).eviction(evictor, resident, phase)
+            schedule = schedule_of(phase)
+            kind = schedule.after_lookahead if phase.is_after_lookahead else schedule.eviction
+            assert kind is not None
+            resident.eviction = kind(evictor, resident, phase)
     return resident.eviction
 
 
@@ -117,7 +108,7 @@ def lookahead_policies() -> list[str]:
     return [
         name
         for name in available()
-        if _with_lookahead(lookup(name).schedule) in _schedules
+        if schedule_for(name).after_lookahead is not None
         and lookup(name).evicts
         and not sums_up(lookup(name).needs)
     ]
@@ -128,10 +119,10 @@ def repeating_policies() -> list[str]:
     return [name for name in available() if schedule_for(name).repeats_prompt]
 
 
-register("whole", Whole(), lookahead.Apart())
-register("by weight", ByWeight(), lookahead.Weighted())
-register("by score", ByScore(), lookahead.Scored())
-register("by repeat", ByRepeat(), lookahead.Repeated())
+register("whole", Whole())
+register("by weight", ByWeight())
+register("by score", ByScore())
+register("by repeat", ByRepeat())
 register("chunked", Chunked())
 register("kept whole", KeptWhole())
 register("decoding", Decoding())

@@ -21,8 +21,8 @@ from torch import Tensor
 from vllm_kvevict.policies.inputs import REPEATED
 from vllm_kvevict.policies.kvzip import MIN_CHUNK, MOST_SINKS, repeat_attention
 from vllm_kvevict.schedules.base import RankCapacity, pages_for
-from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import LayerStep, LayerTokens
+from vllm_kvevict.schedules.lookahead import LookaheadEviction
 from vllm_kvevict.schedules.plan import Phase
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS
 from vllm_kvevict.schedules.reports import ExtraTokens
@@ -98,10 +98,20 @@ class EvictionByRepeat(EvictionByScore):
         return torch.cat(parts, 1)
 
 
+class RepeatAfterLookahead(LookaheadEviction, EvictionByRepeat):
+    """Of one prompt whose answer has begun: what its repeats say is noted as soon as it is read."""
+
+    def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
+        if rows.extra is None:
+            EvictionByScore.after_layer(self, step, rows, window)
+        else:
+            self.note_repeat(step, rows.extra)
+
+
 class ByRepeat(ByScore):
     """The candidates of all layers compete, by what each received while the prompt was repeated."""
 
-    eviction: type[Eviction] = EvictionByRepeat
+    eviction, after_lookahead = EvictionByRepeat, RepeatAfterLookahead
     reads_token_ids = True
     repeats_prompt = True
 

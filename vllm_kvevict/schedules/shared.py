@@ -25,6 +25,7 @@ from vllm_kvevict.policies.cuts import CutQuery, CutSearch, Tally
 from vllm_kvevict.schedules.base import Arbiter, RankCapacity, Schedule, ragged_pages
 from vllm_kvevict.schedules.eviction import Eviction
 from vllm_kvevict.schedules.inputs import LayerStep
+from vllm_kvevict.schedules.lookahead import LookaheadEviction
 from vllm_kvevict.schedules.plan import Phase
 from vllm_kvevict.schedules.reports import Answered, Claimed, LayerWeights
 from vllm_kvevict.schedules.step_rows import QueryRows
@@ -81,10 +82,14 @@ class EvictionByWeight(Eviction):
         self.selection.decide_by_budgets(answer)
 
 
+class WeightAfterLookahead(LookaheadEviction, EvictionByWeight):
+    """Of one prompt whose answer has begun."""
+
+
 class ByWeight(Schedule):
     """Each layer gets a share of the budget by a weight that its scores give it."""
 
-    eviction: type[Eviction] = EvictionByWeight
+    eviction, after_lookahead = EvictionByWeight, WeightAfterLookahead
 
     def can_recycle(self, config: EvictionConfig, num_stages: int, is_asynchronous: bool) -> bool:
         # With a guarantee, rounded head budgets may grow by a token as a layer's budget shrinks.
@@ -163,10 +168,15 @@ class EvictionByScore(Eviction):
             self.selection.decide_by_cut(answer)
 
 
+class ScoreAfterLookahead(LookaheadEviction, EvictionByScore):
+    """Of one prompt whose answer has begun."""
+
+
 class ByScore(Schedule):
     """The candidates of all layers compete at once."""
 
     eviction: type[Eviction] = EvictionByScore
+    after_lookahead: type[Eviction] = ScoreAfterLookahead
 
     def is_ragged(self, config: EvictionConfig) -> bool:
         return True

@@ -70,11 +70,11 @@ class Books:
         return [left - beside for left, beside in zip(self.left, self.others.pages(), strict=True)]
 
     def room_for_drafts(self, accounts: Iterable[Account]) -> list[int]:
-        """Pages of each rank that draft tokens may take in the next step: the free ones, less those that the accounts
-        that answer need for one token each."""
+        """Pages of each rank that draft tokens may take in the next step: the free ones, less those that accounts
+        which are promised none need for one token each."""
         room = self.free
         for account in accounts:
-            if not account.is_reading:
+            if account.tokens >= account.promised_until:
                 more = account.growth(account.tokens, account.tokens + 1)
                 room = [free - pages for free, pages in zip(room, more, strict=True)]
         return room

@@ -92,7 +92,7 @@ class Gate:
 
     @property
     def _ring_is_full(self) -> bool:
-        """Whether all memory for queries of answers is in use."""
+        """Whether all memory for queries that choose later is in use."""
         keeping = sum(account.keeps_queries for account in self._requests.accounts.values())
         return keeping >= self._requests.ring_parts
 

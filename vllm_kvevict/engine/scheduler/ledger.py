@@ -178,6 +178,8 @@ class PageLedger(KVCacheManager):
                   decoding: exact, a page more in each row every page_size tokens
                   in each state: borrowed pages are not counted
         promised  reading: what is missing to the prefill's peak; else nothing
+
+        With a lookahead reading goes on until the first tokens of the answer are stored.
         """
         account = self.accounts.get(request.request_id)
         is_new = account is None

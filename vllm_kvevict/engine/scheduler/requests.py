@@ -41,7 +41,7 @@ class Requests:
         in_flight: vLLM's requests, by id.
         kept: what each rank keeps of requests, by the positions of complete evictions; a replay keeps it again.
         has_w_o, has_rotary: whether the workers find output projections, and a rotary embedding that can be undone.
-        ring_parts: answers whose queries the workers can keep at once.
+        ring_parts: requests whose queries the workers can keep at once.
     """
 
     def __init__(

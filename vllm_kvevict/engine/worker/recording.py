@@ -24,7 +24,7 @@ class Decision:
         request_id: vLLM's own; it begins with the one that its user knows.
         layer: among all layers of the model that are evicted.
         first_head: the rank's first KV head, among those of the model.
-        kept: of each of the rank's heads the positions in the prompt, int64, ascending.
+        kept: of each of the rank's heads the positions in the prompt, and in an answer that had begun, ascending int64.
         scores: what the choice was made from, fp32 [Hkv, m]; None if not asked for, or if there are none.
     """
 
@@ -40,7 +40,7 @@ class KeptByLayer:
     """What all layers and heads of the model keep.
 
     Attributes:
-        kept: by layer, for each KV head the positions in the prompt.
+        kept: by layer, for each KV head the positions, as above.
         scores: by layer [Hkv, m], where they were asked for.
     """
 

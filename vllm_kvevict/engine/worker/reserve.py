@@ -1,4 +1,4 @@
-"""Memory that a rank takes at start-up, beside the KV cache: for sums over prompts, for last queries of answers.
+"""Memory that a rank takes at start-up, beside the KV cache: for sums over prompts, for queries that choose later.
 
 Who has which part of it: :mod:`vllm_kvevict.engine.scheduler.reserve`, :mod:`vllm_kvevict.schedules.ring`.
 """

@@ -33,7 +33,7 @@ class StepState:
     Attributes:
         batch: the step's; None where vLLM only pretends to serve requests.
         evictions: of requests whose rows they have to see, with these.
-        ring: queries of answers that they keep, None for none.
+        ring: queries that they keep, None for none.
     """
 
     batch: Batch | None
@@ -61,7 +61,7 @@ class WorkerStep:
         self.rank, self.residents, self.message, self.scheduled = rank, residents, message, scheduled
         self._state: StepState | None = None
         self._due: list[Eviction] = []
-        """Of answers, that go on once all layers have attended."""
+        """That go on once all layers have attended."""
 
     def begin(self, output: "SchedulerOutput") -> None:
         """Free what finished, was preempted or is dropped, and open what was admitted; before any page is taken.
@@ -143,7 +143,7 @@ class WorkerStep:
                     reports[-1] = replace(reports[-1], filled=filled)
 
     def reads_prompts(self) -> bool:
-        """Whether the running step has tokens of a prompt that is to be evicted, repeats one, or evicts an answer."""
+        """Whether the running step has rows that an eviction must see layer by layer, or repeats a prompt."""
         return self.message.extra is not None or any(map(self._reads_prompt, self.scheduled))
 
     def _reads_prompt(self, name: str) -> bool:
@@ -252,7 +252,7 @@ class WorkerStep:
         return lay_out(rank.cache, step, rank.most_new_tokens, num_tokens, order, rank.fewest_prefilled)
 
     def end(self, number: int, is_checked: bool) -> RankMessage:
-        """What the rank, by its global number, tells the scheduler after the step; answers are evicted before."""
+        """What the rank, by its global number, tells the scheduler after the step and the evictions that follow it."""
         self._state = None
         for eviction in self._due:
             eviction.after_step()

@@ -234,7 +234,7 @@ class UncompressedPrefixes:
         )
         steps = STEPS_AHEAD + cdiv(unread, self._requests.control.step_tokens)
         for running in self._requests.accounts.values():
-            if running is not account and not running.is_reading:
+            if running is not account and running.tokens >= running.promised_until:
                 for index, count in enumerate(running.counts):
                     tokens = max(running.tokens, count.tokens)
                     pages[index] += count.at(tokens + steps) - count.at(tokens)
