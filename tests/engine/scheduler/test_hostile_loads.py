@@ -158,6 +158,7 @@ def test_servers_that_stood_still(seed: int) -> None:
     [
         *(("", 5000), ("drafts", 5000), ("pauses", 5000), ("resets", 5000)),
         *(("lookahead", 5000), ("lookahead resets", 3000), ("lookahead drafts pauses", 3000)),
+        ("lookahead answers", 3000),
         *(("drafts pauses", 5000), ("drafts pauses resets", 5000)),
         *(("streams", 1500), ("salts", 1500), ("adapters", 1500), ("layers", 1500)),
         *(("streams pauses resets salts adapters", 1500), ("streams pauses adapters layers", 1500)),

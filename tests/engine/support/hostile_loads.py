@@ -237,6 +237,8 @@ def with_answers(load: Load, seed: int) -> Load:
     }
     if policy != "rkv" and choose.random() < 0.3:
         options["decode_interval"] = 1
+    # Prompts are evicted before their answers are; requests whose own budget is too small for that are refused.
+    options["decode_budget"] = max(budget, options.get("lookahead", 0) + window - options["decode_interval"])
     setup = dataclasses.replace(load.setup, options=options, ring_parts=choose.choice((1, 3, 64)))
     asks = []
     for ask in load.asks:
@@ -253,9 +255,7 @@ def with_lookahead(load: Load, seed: int) -> Load:
     """The same load on a server that evicts prompts once their answers have begun; many of these end about then."""
     choose = random.Random(f"lookahead {seed}")
     ahead = choose.choice((0, 1, 8, 8, 32, 32, choose.randrange(1, 65)))
-    # The simulated workers evict after a step only where layers do not need each other.
-    apart = {name for name in lookahead_policies() if lookup(name).schedule == "whole"}
-    able = [policy for policy in PROMPT_POLICIES if policy in apart]
+    able = [policy for policy in PROMPT_POLICIES if policy in lookahead_policies()]
     options = dict(load.setup.options or {})
     for name in parameters(options["policy"]):
         options.pop(name, None)
@@ -265,7 +265,10 @@ def with_lookahead(load: Load, seed: int) -> Load:
     if "window" in parameters(policy):
         options |= choose.choice(({}, WINDOW))
     setup = dataclasses.replace(load.setup, options=options, ring_parts=choose.choice((1, 3, 64)))
-    setup = sized(setup, choose.choice((1, 1, 1.2, 1.5, 2)))
+    times = choose.choice((1, 1, 1.2, 1.5, 2))
+    while not starts(sized(setup, times)) and times < 10:  # a repeat of the prompt needs more than the prompt
+        times *= 1.1
+    setup = sized(setup, times)
     return dataclasses.replace(
         load, setup=setup, asks=[_ahead(choose, ask, setup, able) for ask in load.asks]
     )

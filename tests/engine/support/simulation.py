@@ -35,6 +35,7 @@ from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
 from vllm_kvevict.policies.cuts import NO_KEYS, CutQuery, tally
 from vllm_kvevict.policies.kvzip import MOST_SINKS
+from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.plan import Admission, Phase, Plan
 from vllm_kvevict.schedules.registry import repeats_prompt, schedule_of
 from vllm_kvevict.schedules.reports import Claim, ExtraTokens, LayerWeights, PartOfEviction, Report
@@ -92,7 +93,7 @@ class Resident:
         end = self.plan.evicted_at
         if self.admission.tokens >= end:
             return False
-        return self.tokens < end or (self.repeats_prompt and self.repeated != end)
+        return self.tokens < end or (self.repeats_prompt and self.repeated != self.plan.parts[-1].repeated_at)
 
     @property
     def part(self) -> Phase:
@@ -108,6 +109,11 @@ class Resident:
     def repeats_part(self) -> bool:
         """Whether the phase of its last token evicts once that was repeated."""
         return schedule_of(self.part).repeats_prompt
+
+    @property
+    def is_repeated_now(self) -> bool:
+        """Whether it has as many tokens as when its prompt, or a part of it, is repeated."""
+        return any(schedule_of(x).repeats_prompt and self.tokens == x.repeated_at for x in self.plan.parts)
 
     @property
     def is_in_answer(self) -> bool:
@@ -143,8 +149,8 @@ def extra_tokens(resident: Resident, position: int) -> int:
 
 
 def schedule(resident: Resident) -> str:
-    """Name of the schedule by which the part of a request's last token is evicted."""
-    return resident.part.schedule
+    """Name of the schedule by which the part of a request's last token is evicted, whether after a lookahead or not."""
+    return lookup(resident.part.config.policy).schedule
 
 
 @dataclass
@@ -474,6 +480,7 @@ class Workers:
                 self.most_rounds = max(self.most_rounds, answer.said.known + 1)
                 continue
             resident.waits = False
+            self.ring.discard(name)
             trimmed.append(resident)
             reports.append(self._trim(resident, answer.said))
         for admission in message.admissions:
@@ -524,7 +531,7 @@ class Workers:
             if position is None:
                 continue
             assert position >= resident.tokens, f"a chunk of {name} crosses its eviction position"
-            if resident.tokens == position and not resident.is_in_answer and resident.repeats_part:
+            if resident.is_repeated_now:
                 resident.waits, resident.repeated = True, resident.part.begins
             elif resident.tokens == position:
                 leaving.append(resident)
@@ -537,7 +544,7 @@ class Workers:
                     passing[rank] += peak - self.pages(resident.kv_len[rank])
         assert not freezes, f"{list(freezes)} have no pages in this step"
         for resident in leaving:
-            if resident.segments and not resident.is_in_answer:
+            if resident.segments and resident.is_at_end:
                 # Copies of what it keeps are made before its own pages are freed.
                 resident.kept = self._choose(resident)
                 for rank, kept in enumerate(resident.kept):
@@ -550,12 +557,12 @@ class Workers:
             assert held <= most[rank], f"rank {rank} would hold {held} pages, the ledger allows {most[rank]}"
             self.peak_pages[rank] = max(self.peak_pages[rank], held)
         for resident in leaving:
-            if self.setup.pipeline and not resident.is_in_answer and schedule(resident) in CROSS_STAGE:
+            if self.setup.pipeline and resident.is_at_end and schedule(resident) in CROSS_STAGE:
                 resident.waits = True
                 asked[resident.admission.request_id] = CutQuery()
         leaving = [resident for resident in leaving if not resident.waits]
         # Those whose phase goes on keep their part of the ring.
-        self.ring -= {x.admission.request_id for x in leaving if not x.is_in_answer}
+        self.ring -= {x.admission.request_id for x in leaving if x.is_at_end}
         reports += [self._evict(resident) for resident in leaving]
         by_rank = {}
         for rank in range(len(self.setup.shapes)):
@@ -687,7 +694,7 @@ class Workers:
 
     def _repeat(self, resident: Resident, chunk: ExtraTokens, count: int) -> None:
         """Repeat a chunk: the next one, once the prompt is read, and in no more rows than there is room for."""
-        n, config = resident.part.end, resident.part.config
+        n, config = resident.part.repeated_at, resident.part.config
         assert resident.waits and resident.tokens == n
         assert chunk.start == resident.repeated < chunk.stop <= n
         assert chunk.stop - chunk.start <= count <= schedule_of(resident.part).most_extra_rows(config.params)
@@ -728,6 +735,8 @@ class Workers:
         if resident.is_in_answer:
             return self._choose_of_answer(resident)
         config, n = resident.plan.config, resident.part.n
+        if resident.is_repeated_now and not resident.is_at_end:
+            return [rows.copy() for rows in resident.kv_len]  # until its lookahead is stored
         if schedule(resident) != "chunked":
             return self._behind_pinned(
                 resident, self.choices_of(resident).lengths(resident.admission, part=resident.part)
@@ -823,7 +832,7 @@ class Workers:
         admission = resident.admission
         self.evictions.append((admission.request_id, admission.epoch, resident.tokens))
         before_rows = [rows.tolist() for rows in resident.kv_len]
-        if resident.segments and not resident.is_in_answer:
+        if resident.segments and resident.is_at_end:
             resident.segments, resident.lent = [], None
         reports = []
         for rank, part in enumerate(parts):
