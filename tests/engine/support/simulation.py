@@ -35,7 +35,6 @@ from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
 from vllm_kvevict.policies.cuts import NO_KEYS, CutQuery, tally
 from vllm_kvevict.policies.kvzip import MOST_SINKS
-from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.plan import Admission, Phase, Plan
 from vllm_kvevict.schedules.registry import repeats_prompt, schedule_of
 from vllm_kvevict.schedules.reports import Claim, ExtraTokens, LayerWeights, PartOfEviction, Report
@@ -149,8 +148,8 @@ def extra_tokens(resident: Resident, position: int) -> int:
 
 
 def schedule(resident: Resident) -> str:
-    """Name of the schedule by which the part of a request's last token is evicted, whether after a lookahead or not."""
-    return lookup(resident.part.config.policy).schedule
+    """Name of the schedule by which the part of a request's last token is evicted."""
+    return resident.part.schedule
 
 
 @dataclass
