@@ -35,21 +35,22 @@ from vllm_kvevict.quality.fidelity import (
 )
 from vllm_kvevict.quality.fitting import TextQuestions, cases
 from vllm_kvevict.quality.options import parse_budget, parse_policy
-from vllm_kvevict.quality.questions import OPEN_TASKS
 from vllm_kvevict.quality.results import FULL, Column, Store, read, read_settings, write_settings
 from vllm_kvevict.quality.run import columns
-from vllm_kvevict.quality.scores import NONE, Scores
+from vllm_kvevict.quality.scores import NONE, Mean, Scores
 from vllm_kvevict.quality.tables import table
 
 OFFLINE, PROGRAM = "offline", "benchmarks.quality.offline"
 LENGTHS = (96, 256)
 """Tokens of each answer, from its beginning, that a table counts."""
-OPEN = {f"{TEXT}{task}" for task in OPEN_TASKS}
+LONG = 64
+"""Longer answers go on behind every lookahead."""
 HEAD = ["policy", "budget", "KL", "offline", "KL behind the exact tokens", "offline", "agreement", "offline"]
-HEAD += ["KL over offline's", "KL over that without lookahead"]
+HEAD += ["KL over offline's", "KL over that without lookahead", "behind the exact tokens"]
 MEANING = (
     "Means over the tasks, with 95 % bootstrap intervals; quotients are paired by answer. The full cache answers "
-    "greedily. Exact tokens of a lookahead count with what was measured for them, which is 0 up to rounding."
+    "greedily. Exact tokens of a lookahead count with what was measured for them, which is 0 up to rounding. The last "
+    "column compares the same tokens without lookahead: what is left there is not the exact tokens' own gain."
 )
 
 
@@ -199,19 +200,28 @@ def lines(measures: Sequence[Fidelity]) -> list[str]:
         base = replace(served, policy=f"{served.asked}:lookahead=0")
         cells = [mean.mean(one) for mean in (kl, later, agrees) for one in (served, ours)]
         cells += [kl.ratio(served, ours), kl.ratio(served, base)]
+        cells.append(behind(measures, served, base))
         rows.append([served.policy, served.budget, *(cell or NONE for cell in cells)])
     return table(HEAD, rows)
 
 
+def behind(measures: Sequence[Fidelity], column: Column, base: Column) -> Mean | None:
+    """KL of the tokens behind a column's exact ones, over that of the same tokens in another column."""
+    both = [one for one in measures if one.column in (column, base)]
+    cut = [(one, one.divergences[int(column.lookahead or 0) :]) for one in both]
+    return Scores(one.measure(values) for one, values in cut if values).ratio(column, base)
+
+
 def report(folder: Path) -> str:
-    """All tables: answers' first tokens, of all tasks and of those whose answers are long."""
+    """All tables: answers' first tokens, of all answers and of long ones."""
     parts = [f"# Lookahead, served and offline\n\n{MEANING}"]
+    long = {one.sample for one in read(folder / ANSWERS, Answer) if len(one.tokens) > LONG}
     for tokens in LENGTHS:
         found = sides(folder, tokens)
-        for title, tasks in (("all tasks", {one.task for one in found}), ("open tasks", OPEN)):
-            mine = [one for one in found if one.task in tasks]
+        for title, samples in (("all", {one.sample for one in found}), (f"above {LONG} tokens", long)):
+            mine = [one for one in found if one.sample in samples]
             answers = len({one.sample for one in mine})
-            parts += [f"## {tokens} tokens, {title}, {answers} answers", "\n".join(lines(mine))]
+            parts += [f"## First {tokens} tokens of answers, {title}: {answers}", "\n".join(lines(mine))]
     return "\n\n".join([*parts, ""])
 
 
