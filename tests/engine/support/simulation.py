@@ -533,6 +533,8 @@ class Workers:
             if resident.is_repeated_now:
                 resident.waits, resident.repeated = True, resident.part.begins
             elif resident.tokens == position:
+                if resident.is_at_end and resident.repeats_part:
+                    assert resident.repeated == resident.part.repeated_at, f"{name} was not repeated"
                 leaving.append(resident)
                 is_probed = extra is not None and extra.request_id == name
                 assert (extra_tokens(resident, position) > 0) == is_probed
