@@ -121,7 +121,7 @@ class Scenario(Comparison):
             return await measured(server, lambda client: lead(client, server, self, number, by_turns), True)
         # To read the metrics takes some of the machine: only where it is asked how many run.
         watching = asyncio.create_task(watch(server))
-        run = await measured(server, lambda client: ask_last(client, server, self, number, by_turns), True)
+        run = await measured(server, lambda client: ask_last(client, server, self, number), True)
         watching.cancel()
         return replace(run, most_running=await watching)
 
@@ -208,13 +208,10 @@ async def lead(
     return [answer for chat in answers for answer in chat]
 
 
-async def ask_last(
-    client: httpx.AsyncClient, server: Server, scenario: Scenario, seed: int, by_turns: bool = False
-) -> list[Answer]:
+async def ask_last(client: httpx.AsyncClient, server: Server, scenario: Scenario, seed: int) -> list[Answer]:
     """Ask the last questions of all chats at once, of which nothing was sent before; the answers."""
-    fields = scenario.fields(scenario.turns - 1) if by_turns else None
     histories = [scenario.history(seed, chat) for chat in range(scenario.chats)]
-    asked = [ask(client, server, prompt, None, scenario.answer_len, fields) for prompt in histories]
+    asked = [ask(client, server, prompt, None, scenario.answer_len) for prompt in histories]
     return list(await asyncio.gather(*asked))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.gpu import common
 from benchmarks.gpu.common import GROUP, HEAD_DIM, KV_HEADS, PAGE, PAGE_ELEMENTS, QUERY_HEADS, Contender
-from benchmarks.harness.measure import Estimate, paired_ratio, shown
+from benchmarks.harness.measure import Estimate, paired_ratio
 from benchmarks.harness.options import budget, whole
 from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
@@ -230,7 +230,7 @@ def show(cells: Sequence[Cell]) -> Table:
     for cell in cells:
         us = (f"{cell.times[name].us.median:.1f}" for name in (FULL, PER_HEAD, OURS))
         ragged = cell.ragged_over_uniform
-        ratios = shown(cell.over_full(OURS)), shown(ragged) if ragged else "-"
+        ratios = str(cell.over_full(OURS)), str(ragged or "-")
         rows.add_row(cell.name, f"{cell.budget:g}", *us, *ratios)
     return rows
 

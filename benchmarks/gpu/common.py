@@ -1,6 +1,5 @@
 """What the GPU benchmarks share: the shapes, the timer, turns, checks and FlashAttention."""
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.collect_env import get_nvidia_driver_version, run
 
 from benchmarks.harness.measure import Estimate, estimate
 from benchmarks.micro.loop import in_turns
@@ -281,18 +281,11 @@ def random_numbers(*shape: int) -> Tensor:
 def card() -> dict[str, Any]:
     """For the record: the device, its driver, and the versions that are a GPU's alone."""
     properties = torch.cuda.get_device_properties(DEVICE)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[
-            0
-        ]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        driver = "unknown"
     return {
         "name": properties.name,
         "memory_GiB": round(properties.total_memory / 2**30, 1),
         "multiprocessors": properties.multi_processor_count,
-        "driver": driver,
+        "driver": get_nvidia_driver_version(run) or "unknown",
         "cuda": torch.version.cuda,
         "triton": metadata.version("triton"),
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu import attention, common
 from benchmarks.gpu.common import ENTRY_BYTES, HEAD_DIM, KV_HEADS, PAGE, PAGE_ELEMENTS, QUERY_HEADS, Contender
-from benchmarks.harness.measure import estimate, shown
+from benchmarks.harness.measure import estimate
 from benchmarks.harness.options import whole
 from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
@@ -217,7 +217,7 @@ def measure(arguments: argparse.Namespace) -> Found:
     for one in contenders:
         of, floor = times[one.name], 1e6 * one.moved / bandwidth
         ratio = estimate([1e3 * ms / floor for ms in of.ms])
-        rows.add_row(one.name, shown(of.us), f"{one.moved / 1e6:,.1f}", f"{floor:.3g}", shown(ratio))
+        rows.add_row(one.name, str(of.us), f"{one.moved / 1e6:,.1f}", f"{floor:.3g}", str(ratio))
         about = {"name": one.name, "bytes": one.moved, "us": asdict(of.us), "times_floor": asdict(ratio)}
         kernels.append(about | asdict(of))
         if not one.name.startswith(TOPK):

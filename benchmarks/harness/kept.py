@@ -1,13 +1,8 @@
-"""The demo's tables: what evictions kept, and servers side by side."""
-
-from collections.abc import Callable, Sequence
-from statistics import median
+"""The demo's table of what an eviction kept."""
 
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.harness.load import Run
-from benchmarks.harness.scenarios import Round
 from benchmarks.harness.tables import table
 from vllm_kvevict.schedules.reports import EvictionRecord
 
@@ -32,31 +27,3 @@ def _cell(kept: int, most: int) -> Text:
     eighths = round(kept / most * 32)
     bar = "█" * (eighths // 8) + (blocks[eighths % 8 - 1] if eighths % 8 else "")
     return Text.assemble(f"{kept:,} ", (f"{bar:<4}", "cyan"))
-
-
-def comparison_table(title: str, rounds: Sequence[Round], pool_bytes: int) -> Table:
-    """The sides next to each other, the first one as the reference: medians of their rounds.
-
-    Args:
-        pool_bytes: KV memory of each server.
-    """
-    shown = table(title, [""], [*rounds[0], ""])
-    shown.caption = "memory: at the peak; seconds: the median of rounds in turns"
-
-    def row(label: str, figure: Callable[[Run], float], form: str, ratio: bool = True) -> None:
-        values = [median(figure(one[side]) for one in rounds) for side in rounds[0]]
-        change = f"{values[-1] / values[0]:.1f}x" if ratio and values[0] else ""
-        shown.add_row(label, *(form.format(value) for value in values), change)
-
-    row(
-        "KV memory per running request, MiB",
-        lambda run: run.physical_bytes / 2**20 / max(1, run.peak_running),
-        "{:.1f}",
-    )
-    row("most requests running at once", lambda run: run.peak_running, "{:.0f}")
-    row("most KV memory in use", lambda run: 100 * run.physical_bytes / pool_bytes, "{:.0f} %", ratio=False)
-    row("preemptions", lambda run: run.preemptions, "{:.0f}", ratio=False)
-    row("evictions", lambda run: run.evictions, "{:.0f}", ratio=False)
-    row("seconds until all were answered", lambda run: run.wall, "{:.1f}")
-    row("output tokens per second", lambda run: run.tokens_per_second, "{:.1f}")
-    return shown

@@ -45,15 +45,11 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
-
-
-def shown(value: Estimate) -> str:
-    """An estimate with three digits and without exponents."""
-    median, low, high = (
-        f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (value.median, value.low, value.high)
-    )
-    return f"{median} [{low}, {high}]"
+        """Three digits, without exponents."""
+        median, low, high = (
+            f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (self.median, self.low, self.high)
+        )
+        return f"{median} [{low}, {high}]"
 
 
 def estimate(values: Sequence[float]) -> Estimate:

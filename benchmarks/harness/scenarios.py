@@ -320,9 +320,6 @@ SCENARIOS = {
         budgets=(1.0,),
         rounds=7,
     ),
-    "short-answers": Scenario(
-        "memory for 4 of 24 requests with short answers: their prompts dominate", *(24, 2048, 32), pool=4
-    ),
     "prefill-bound": Scenario(
         "everything fits and prompts dominate: eviction has little to save", *(8, 4096, 32), pool=8, rounds=7
     ),

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from benchmarks.harness.documents import http_client
 from benchmarks.harness.measure import RESULTS, record, save, warn_if_busy
 from benchmarks.harness.models import make_model
 from benchmarks.harness.scenarios import Target, show_targets
@@ -182,10 +183,8 @@ class SoakRun(ABC):
         env["VLLM_KVEVICT_CHECK"] = str(int(self.arguments.check))
         server = Server(self.model(), FOLDER / f"{self.name}.log", self.flags, env)
         self.console.print(f"starting vllm serve {' '.join(self.flags)}", highlight=False)
-        # The server closes idle connections; a request that is on its way just then would be lost.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         begin = time.monotonic()
-        async with server, httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as client:
+        async with server, http_client(server) as client:
             await self.load(server, client)
             server.check()
             log = server.log.read_text(errors="replace")  # the end of a server brings lines of its own

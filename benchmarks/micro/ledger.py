@@ -1,17 +1,15 @@
 """The page ledger's time in the scheduler, compared with vLLM's block manager.
 
 Both managers let the same requests decode, in turn and in the same process. In every step both refuse one waiting
-request, which is when admission takes longest. The ledger runs twice: once with requests that have read their prompts
-themselves, once with a prefix cache that most requests use. Times are per running request and step.
+request, which is when admission takes longest. Times are per running request and step.
 """
 
 import argparse
 import dataclasses
 import itertools
 import random
-import statistics
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -20,7 +18,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from benchmarks.harness.measure import Estimate, estimate, paired_ratio
+from benchmarks.harness.measure import Estimate, estimate
 from benchmarks.harness.options import whole
 from benchmarks.harness.tables import table
 from benchmarks.micro.loop import Found, in_turns
@@ -31,15 +29,12 @@ from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
-from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.reports import Report
 
 LAYERS, KV_HEADS, PAGE = 32, 8, 32
 PROMPT, OUTPUT = 2048, 4096
 STEPS = 32
 """Steps in a round: every row takes one page."""
-BORROWERS = 16
-"""Requests that begin with the same prefix, where prefixes are cached."""
 EVICTION = Options.parse({"policy": "ada-snapkv", "budget": 0.2, "decode_reserve": OUTPUT})
 HAS_DTYPE = False
 OPTIONS = (("rounds", whole, 40, "rounds of each manager"),)
@@ -70,65 +65,43 @@ def make_stock(requests: Sequence[Request]) -> KVCacheManager:
     return manager
 
 
-def make_ledger(requests: Sequence[Request], ranks: int, cached: bool = False) -> tuple[PageLedger, float]:
-    """A ledger with these requests evicted to a fifth, every row to another length, and room for no further one.
-
-    Args:
-        cached: whether ``BORROWERS`` requests at a time share a cached prefix.
-
-    Returns:
-        The ledger, and the seconds of one rank's report.
-    """
+def make_ledger(requests: Sequence[Request], ranks: int) -> PageLedger:
+    """A ledger with these requests evicted to a fifth, every row to another length, and room for no further one."""
     longest = PROMPT + 1 + OUTPUT
     ledger = PageLedger(
         _cache_config(2),
         longest,
         scheduler_block_size=PAGE,
         hash_block_size=PAGE,
-        enable_caching=cached,
+        enable_caching=False,
         options=EVICTION,
         control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, longest),
         head_dims=HeadDims(128, 4),
-        prefix_keys=_document_of,
     )
     heads = KV_HEADS // ranks
     rows = LAYERS * heads
     plenty = RankCapacity(rows * len(requests) * longest, 0, LAYERS, heads, LAYERS, KV_HEADS)
     ledger.set_capacity(dict.fromkeys(range(ranks), plenty))
-    choose, seconds = random.Random(0), []
+    choose = random.Random(0)
     for request in requests:
-        _, computed, _ = ledger.get_computed_blocks(request)
-        if computed:
-            assert ledger.allocate_slots(request, 1, computed) is not None
-        else:
-            seconds += _read(ledger, request, choose)
+        _read(ledger, request, choose)
         request.num_computed_tokens = PROMPT
     ledger.next_message({})
     _leave_no_room(ledger, plenty, longest)
-    return ledger, statistics.median(seconds)
+    return ledger
 
 
-def _document_of(request: Request, plan: Plan) -> dict[int, Hashable]:
-    """By what the prefix of a request is found, which so many others have."""
-    return {plan.evicted_at: int(request.request_id) // BORROWERS}
-
-
-def _read(ledger: PageLedger, request: Request, choose: random.Random) -> list[float]:
-    """Let a request read its prefix and every rank report what it keeps; the seconds of each report."""
+def _read(ledger: PageLedger, request: Request, choose: random.Random) -> None:
+    """Let a request read its prefix and every rank report what it keeps."""
     assert ledger.allocate_slots(request, PROMPT) is not None
     ledger.next_message({})
-    seconds = []
     for rank, capacity in enumerate(ledger.books.ranks):
         residues, pages = [0] * PAGE, 0
         for _ in range(capacity.rows):
             length = choose.randrange(1, 2 * PROMPT // 5)
             residues[length % PAGE] += 1
             pages += -(-length // PAGE)
-        report = Report(1, PROMPT, pages, residues, None)
-        started = time.perf_counter()
-        ledger.on_report(rank, request.request_id, report)
-        seconds.append(time.perf_counter() - started)
-    return seconds
+        ledger.on_report(rank, request.request_id, Report(1, PROMPT, pages, residues, None))
 
 
 def _leave_no_room(ledger: PageLedger, plenty: RankCapacity, longest: int) -> None:
@@ -136,10 +109,7 @@ def _leave_no_room(ledger: PageLedger, plenty: RankCapacity, longest: int) -> No
     last = len(ledger.ranks) - 1
     accounts = ledger.accounts.values()
     full = sum(ledger.requests.control.expected_pages(account, last, longest) for account in accounts)
-    capacities = [
-        *[plenty] * last,
-        dataclasses.replace(plenty, pages=full + ledger.shared.compressed.held[last]),
-    ]
+    capacities = [*[plenty] * last, dataclasses.replace(plenty, pages=full)]
     bounds = dataclasses.replace(ledger.bounds, ranks=capacities)
     ledger.requests.control = dataclasses.replace(ledger.requests.control, bounds=bounds)
     ledger.books.ranks = capacities
@@ -180,45 +150,33 @@ class Result:
     ranks: int
     requests: int
     ledger: Estimate
-    cached: Estimate
-    """The ledger with a prefix cache."""
     stock: Estimate
-    times_ledger: Estimate
-    """``cached`` over ``ledger``, round by round."""
-    report: float
-    """Microseconds to take over one rank's report of one request."""
 
 
 def compare(ranks: int, requests: int, rounds: int) -> Result:
-    """Time all managers, one round of each at a time."""
+    """Time both managers, one round of each at a time."""
     # vLLM turns away what does not fit now, the ledger also what would not fit in the end.
     theirs = make_requests(requests, last=requests * (PROMPT + 1 + OUTPUT))
-    ours, borrowing = (make_requests(requests, last=PROMPT) for _ in range(2))
-    ledger, report = make_ledger(ours[:-1], ranks)
-    cached, _ = make_ledger(borrowing[:-1], ranks, cached=True)
+    ours = make_requests(requests, last=PROMPT)
     sides = {
         "stock": (make_stock(theirs[:-1]), theirs),
-        "ledger": (ledger, ours),
-        "cached": (cached, borrowing),
+        "ledger": (make_ledger(ours[:-1], ranks), ours),
     }
     calls = {
         name: lambda manager=manager, every=every: 1e6 * decode_round(manager, every[:-1], every[-1])
         for name, (manager, every) in sides.items()
     }
     times = in_turns(calls, rounds)
-    over = paired_ratio(times["cached"], times["ledger"])
-    medians = {name: estimate(series) for name, series in times.items()}
-    return Result(ranks, requests, times_ledger=over, report=report * 1e6, **medians)
+    return Result(ranks, requests, **{name: estimate(series) for name, series in times.items()})
 
 
 def measure(arguments: argparse.Namespace) -> Found:
     """One rank and four, 64 requests and 256."""
     title = f"{LAYERS} layers x {KV_HEADS} KV heads; us per running request and step [95 %]"
-    columns = ("ledger", "with prefix cache", "over ledger", "vLLM blocks", "us per report")
+    columns = ("ledger", "vLLM blocks")
     shown, cells = table(title, ["ranks", "requests"], columns), []
     for ranks, requests in itertools.product((1, 4), (64, 256)):
         one = compare(ranks, requests, arguments.rounds)
-        times = map(str, (one.ledger, one.cached, one.times_ledger, one.stock))
-        shown.add_row(str(ranks), str(requests), *times, f"{one.report:.1f}")
+        shown.add_row(str(ranks), str(requests), str(one.ledger), str(one.stock))
         cells.append(asdict(one))
     return Found({"cells": cells}, [shown])

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from benchmarks.harness.load import entry_bytes
-from benchmarks.harness.measure import estimate, shown
+from benchmarks.harness.measure import estimate
 from benchmarks.harness.options import positive, whole
 from benchmarks.harness.tables import table
 from benchmarks.micro import floors
@@ -194,29 +194,6 @@ def prompt_operations(context: int, chunk: int, share: float, dtype: str) -> lis
     ]
 
 
-def prefix_operation(context: int, share: float, dtype: str) -> Operation:
-    """A request begins with a cached prefix: full pages are borrowed, those that end within a page are copied."""
-    holding = Holding(3, context, share, OP, 5, dtype)
-    cache = holding.cache
-    cache.close([1, 2])
-    cache.loans.freeze(1, 0)
-    lengths = cache.lengths.of(0)
-    copied = int((lengths % PAGE > 0).sum()) * PAGE * entry_bytes(dtype)
-    columns = (int(lengths.max()) // PAGE + 1) * lengths.size * cache.tables.arena.itemsize
-    forks: list[int] = []
-
-    def begin() -> None:
-        forks.append(cache.open([(1, None)]))
-
-    def end() -> None:
-        cache.close(forks)
-        forks.clear()
-
-    return Operation(
-        f"beginning with a cached {share:.0%} of {context}", begin, Work(2 * (copied + columns)), end
-    )
-
-
 def measure(arguments: argparse.Namespace) -> Found:
     """All operations in turns."""
     torch.set_num_threads(arguments.threads)
@@ -226,7 +203,6 @@ def measure(arguments: argparse.Namespace) -> Found:
     operations = [
         *step_operations(arguments.batch, context, share, dtype),
         *prompt_operations(context, arguments.chunk, share, dtype),
-        prefix_operation(context, share, dtype),
     ]
     with torch.inference_mode():
         timings, rates = floors.measure(operations, Machine(getattr(torch, dtype)), arguments.rounds)
@@ -236,8 +212,8 @@ def measure(arguments: argparse.Namespace) -> Found:
     columns = ("ms [95 %]", "floor ms", "times the floor [95 %]", "bound by")
     rows = table(f"{arguments.threads} thread(s): {title}", ["operation"], columns)
     for timing in timings:
-        floor, times = f"{timing.floor_ms:.3g}", shown(timing.times_floor)
-        rows.add_row(timing.name, shown(timing.ms), floor, times, timing.bound)
+        floor, times = f"{timing.floor_ms:.3g}", str(timing.times_floor)
+        rows.add_row(timing.name, str(timing.ms), floor, times, timing.bound)
     results = {
         "memory_GB_per_s": asdict(memory),
         "arithmetic_GFLOP_per_s": asdict(arithmetic),

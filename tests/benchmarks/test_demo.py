@@ -3,7 +3,6 @@
 import io
 import subprocess
 import time
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -12,10 +11,10 @@ from rich.console import Console
 from benchmarks import demo
 from benchmarks.demo import parse_arguments
 from benchmarks.harness.answers import Asked, answers_table, kept, needle_question
-from benchmarks.harness.kept import comparison_table, kept_table
+from benchmarks.harness.kept import kept_table
 from benchmarks.harness.load import page_bytes
 from benchmarks.harness.server import end
-from tests.benchmarks.runs import run_of, without_port
+from tests.benchmarks.runs import without_port
 from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.schedules.reports import EvictionRecord, read_evictions
@@ -50,27 +49,16 @@ def test_another_file_is_no_eviction_log(tmp_path, line):
         list(read_evictions(path))
 
 
-def test_comparison():
-    stock = run_of(10.0, tokens=800, peak=4, preemptions=1)
-    stock = replace(stock, physical_bytes=64 * 2**20)
-    ours = replace(stock, physical_bytes=32 * 2**20, peak_running=8, wall=5.0, evictions=9)
-    text = rendered(comparison_table("8 requests", [{"stock": stock, "ours": ours}] * 2, 64 * 2**20))
-    for part in ("8 requests", "16.0", "4.0", "2.0x", "80.0", "160.0", "50 %", "100 %", " 9 "):
-        assert part in text
-
-
 @pytest.mark.parametrize("level, dtype", [("avx2", "float32"), ("avx512", "bfloat16")])
-def test_servers_of_both_loads(level, dtype, at_level):
+def test_servers_of_the_load(level, dtype, at_level):
     """They compute in what is fast, and differ in the eviction alone."""
     at_level(level)
-    load, answer = demo.scenarios(parse_arguments([]))
-    page = page_bytes(dtype)
-    assert load.kv_bytes() == (4 * 72 + 4) * 4 * 4 * page and answer.kv_bytes() == (48 + 4) * 4 * 4 * page
+    load = demo.scenario(parse_arguments([]))
+    assert load.kv_bytes() == (4 * 72 + 4) * 4 * 4 * page_bytes(dtype)
     log = ["--kv-eviction-config.eviction_log", str(demo.EVICTIONS)]
-    for scenario, budget, more in ((load, "0.2", []), (answer, "1", ["--kv-decode-budget", "128"])):
-        stock, evicting = (without_port(scenario.server(side, 1).command) for side in scenario.sides)
-        assert evicting == [*stock, "--kv-eviction", "ada-snapkv", "--kv-budget", budget, *log, *more]
-        assert stock[stock.index("--dtype") + 1] == dtype
+    stock, evicting = (without_port(load.server(side, 1).command) for side in load.sides)
+    assert evicting == [*stock, "--kv-eviction", "ada-snapkv", "--kv-budget", "0.2", *log]
+    assert stock[stock.index("--dtype") + 1] == dtype
 
 
 def is_alive(process):

@@ -174,9 +174,9 @@ def test_chats_take_turns_and_tell_where_these_end():
     assert second[:9] == first + answers[0].tokens and second[9:] == agents.words(7, 0)[1] and first != other
     assert [answer.cached for answer in answers] == [6, 11, 16] * 2 and agents.known_len == 2 * (9 + 14)
     crowd = replace(CHATS["crowd"], chats=2, turns=3, turn_len=3, answer_len=2, system_len=4)
-    sent, _ = sent_by(ask_last, crowd, 7, True)
+    sent, _ = sent_by(ask_last, crowd, 7)
     assert [len(one["prompt"]) for one in sent] == [17] * 2 and sent[0]["prompt"] != sent[1]["prompt"]
-    assert [one["vllm_xargs"] for one in sent] == [{"kv_turns": [4, 9, 14]}] * 2 and not crowd.known_len
+    assert not crowd.known_len
 
 
 # Rounds.
