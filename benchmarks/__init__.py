@@ -7,7 +7,6 @@ from itertools import pairwise
 MICRO = ("attention", "breakdown", "decode", "eviction", "frontend", "ledger", "prompts")
 MOVED = {
     **{name: f"micro {name}" for name in MICRO},
-    "gpu.throughput": "vllm bench throughput",
     "hostile": "soak --hostile",
     "prefill": "throughput --sweep context --output-len 1 --policy POLICY",
     "reasoning": "throughput reasoning-long, and reasoning-fits",
@@ -22,9 +21,7 @@ def refuse_moved(words: Sequence[str]) -> None:
     for option, module in pairwise(words):
         name = module.removeprefix("benchmarks.")
         if option == "-m" and module != name and name in MOVED:
-            new = MOVED[name]
-            command = new if new.startswith("vllm ") else f"python -m benchmarks.{new}"
-            sys.exit(f"python -m {module} is now: {command}")
+            sys.exit(f"python -m {module} is now: python -m benchmarks.{MOVED[name]}")
 
 
 refuse_moved(sys.orig_argv)

@@ -102,7 +102,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     own = f"{about} (default: %(default)s)"
     parser.add_argument("--rates", type=positive, nargs="+", default=RATES, metavar="X", help=own)
     arguments = parser.parse_args(argv)
-    scenario = with_budgets(arguments, changed(parser, arguments, BASE, LOAD))
+    scenario = with_budgets(arguments, changed(arguments, BASE, LOAD))
     return arguments, scenario
 
 

@@ -27,12 +27,6 @@ from benchmarks.harness.server import run_benchmark
 from vllm_kvevict.policies.registry import decoding_policies
 
 SCENARIOS: dict[str, Scenario] = {**scenarios.SCENARIOS, **reasoning.SCENARIOS, **speculation.SCENARIOS}
-FIELDS = {
-    **LOAD,
-    "decode_budget": (whole, "reasoning: entries of an answer that each KV head keeps on average"),
-    "decode_interval": (whole, "reasoning: tokens from one eviction of an answer to the next"),
-    "every": (whole, "speculation: tokens between two mistakes in a prompt, on average"),
-}
 SWEEP_BASE = Scenario("one thing varied", *(12, 1024, 128), pool=3)
 
 
@@ -61,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("scenario", nargs="?", choices=SCENARIOS, help="default: pool-bound")
     add_budgets(parser)
-    add_options(parser, FIELDS, "by what is measured")
+    add_options(parser, LOAD, "by what is measured")
     parser.add_argument("--sweep", choices=SWEEPS, help="vary this instead of running a scenario")
     parser.add_argument("--values", nargs="+", metavar="V", help="values of the sweep (default: its own)")
     parser.add_argument(
@@ -87,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     if arguments.values:
         parser.error("--values belong to --sweep")
     name = arguments.scenario = arguments.scenario or "pool-bound"
-    scenario = with_budgets(arguments, changed(parser, arguments, SCENARIOS[name], FIELDS))
+    scenario = with_budgets(arguments, changed(arguments, SCENARIOS[name], LOAD))
     scenario = replace(scenario, baseline=arguments.baseline)
     if isinstance(scenario, reasoning.LongAnswers) and scenario.policy not in decoding_policies():
         parser.error(f"--policy must evict answers: one of {', '.join(decoding_policies())}")
@@ -106,7 +100,7 @@ def swept(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dic
     values, fields_of = SWEEPS[what]
     if any(getattr(arguments, field, None) is not None for field in fields_of(values[0])):
         parser.error(f"--sweep {what} sets that itself: give --values")
-    base = with_budgets(arguments, changed(parser, arguments, SWEEP_BASE, FIELDS))
+    base = with_budgets(arguments, changed(arguments, SWEEP_BASE, LOAD))
     found = {}
     for value in arguments.values or values:
         try:

@@ -96,7 +96,7 @@ def parse(
     if unknown := set(arguments.scenario).difference(scenarios):
         parser.error(f"there is no scenario {', '.join(unknown)}: choose from {', '.join(scenarios)}")
     chosen = arguments.scenario or list(scenarios)
-    return arguments, {key: changed(parser, arguments, scenarios[key], fields) for key in chosen}
+    return arguments, {key: changed(arguments, scenarios[key], fields) for key in chosen}
 
 
 async def measure(

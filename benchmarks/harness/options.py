@@ -116,14 +116,10 @@ def add_options(parser: argparse.ArgumentParser, fields: Fields, name: str) -> N
     parser.add_argument("--name", help=f"of the file in benchmarks/results/ (default: {name})")
 
 
-def changed(parser: argparse.ArgumentParser, arguments: argparse.Namespace, base: S, fields: Fields) -> S:
-    """The scenario with the options that were given; those that it does not know end the program."""
+def changed(arguments: argparse.Namespace, base: S, fields: Fields) -> S:
+    """The scenario with the options that were given."""
     given = {name: getattr(arguments, name) for name in (*fields, "dtype")}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in given:
-        if not hasattr(base, name):
-            parser.error(f"--{name.replace('_', '-')} belongs to other scenarios")
-    return replace(base, **given)  # type: ignore[type-var]
+    return replace(base, **{name: value for name, value in given.items() if value is not None})  # type: ignore[type-var]
 
 
 def add_budgets(parser: argparse.ArgumentParser) -> None:

@@ -34,14 +34,12 @@ HAS_DTYPE = False
 OPTIONS = (
     ("rounds", whole, 15, "runs of each side"),
     ("tokens", whole, [1024, 8192, 32768], "of each chat, about"),
-    ("model", Path, None, f"folder of another model with a chat template (default: {checkpoint.NAME})"),
 )
 
 
 def refuse(arguments: argparse.Namespace) -> str | None:
-    """Find the model; what is wrong with the arguments."""
-    arguments.model = arguments.model or checkpoint.find()
-    return checkpoint.missing() if arguments.model is None else None
+    """Whether the real model is missing."""
+    return None if checkpoint.find() else checkpoint.missing()
 
 
 class FrontEnd:
@@ -129,8 +127,8 @@ def measure(arguments: argparse.Namespace) -> Found:
 
     load_general_plugins()
     longest = max(arguments.tokens) + 4 * TURN
-    sides = {STOCK: FrontEnd(arguments.model, longest, None)}
-    sides |= {name: FrontEnd(arguments.model, longest, name) for name in SCOPES}
+    sides = {STOCK: FrontEnd(checkpoint.folder(), longest, None)}
+    sides |= {name: FrontEnd(checkpoint.folder(), longest, name) for name in SCOPES}
     columns = ("tokens", STOCK, *(f"{scope} adds [95 %]" for scope in SCOPES))
     shown, cells = table("front end: milliseconds of a chat", ["chat"], columns), []
     for kind, asked in track([*itertools.product((DOCUMENT, CHAT), arguments.tokens)], "chats"):

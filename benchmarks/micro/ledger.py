@@ -10,7 +10,6 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -143,18 +142,8 @@ def decode_round(manager: KVCacheManager, running: Sequence[Request], waiting: R
     return (time.perf_counter() - started) / (STEPS * len(running))
 
 
-@dataclass
-class Result:
-    """Microseconds per running request and step: median of the rounds, and its 95 % interval."""
-
-    ranks: int
-    requests: int
-    ledger: Estimate
-    stock: Estimate
-
-
-def compare(ranks: int, requests: int, rounds: int) -> Result:
-    """Time both managers, one round of each at a time."""
+def compare(ranks: int, requests: int, rounds: int) -> dict[str, Estimate]:
+    """Microseconds per running request and step by each manager, which take turns."""
     # vLLM turns away what does not fit now, the ledger also what would not fit in the end.
     theirs = make_requests(requests, last=requests * (PROMPT + 1 + OUTPUT))
     ours = make_requests(requests, last=PROMPT)
@@ -167,7 +156,7 @@ def compare(ranks: int, requests: int, rounds: int) -> Result:
         for name, (manager, every) in sides.items()
     }
     times = in_turns(calls, rounds)
-    return Result(ranks, requests, **{name: estimate(series) for name, series in times.items()})
+    return {name: estimate(series) for name, series in times.items()}
 
 
 def measure(arguments: argparse.Namespace) -> Found:
@@ -177,6 +166,6 @@ def measure(arguments: argparse.Namespace) -> Found:
     shown, cells = table(title, ["ranks", "requests"], columns), []
     for ranks, requests in itertools.product((1, 4), (64, 256)):
         one = compare(ranks, requests, arguments.rounds)
-        shown.add_row(str(ranks), str(requests), str(one.ledger), str(one.stock))
-        cells.append(asdict(one))
+        shown.add_row(str(ranks), str(requests), str(one["ledger"]), str(one["stock"]))
+        cells.append({"ranks": ranks, "requests": requests, **one})
     return Found({"cells": cells}, [shown])

@@ -56,7 +56,7 @@ def test_what_was_found_is_printed_drawn_and_saved(monkeypatch, tmp_path, capsys
     assert results["settings"] == {"rounds": 5, "dtype": "float32"} and results["cells"] == [7]
     assert [target["met"] for target in results["targets"]] == [False]
     printed = " ".join(capsys.readouterr().out.split())
-    assert all(text in printed for text in ("heading", "512", "2e+03 [2e+03, 2e+03]", "MISSED", "a note"))
+    assert all(text in printed for text in ("heading", "512", "2,000 [2,000, 2,000]", "MISSED", "a note"))
 
 
 # Floors.
