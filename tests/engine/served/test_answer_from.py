@@ -60,7 +60,7 @@ def test_an_answer_is_scored_as_it_was_written(llm) -> None:
         ({"kv_answer_from": 1.5}, "1.5"),
         ({"kv_answer_from": "all"}, "'all'"),
         ({"kv_answer_from": 40, "kv_prefix_len": 41}, r"kv_prefix_len \(41\).* 40"),
-        ({"kv_answer_from": 40, "kv_decode_budget": 0}, "kv_decode_budget is 0"),
+        ({"kv_answer_from": 40, "kv_decode_budget": 0}, "takes a kv_decode_budget"),
     ],
     ids=str,
 )
