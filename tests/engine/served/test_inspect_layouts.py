@@ -30,7 +30,7 @@ def test_ranks_together_keep_what_one_does(models, layout):
 
 def test_a_prompt_whose_answer_has_begun(models):
     """The answer's tokens choose, and are not shown as the prompt's; who cannot wait for them does not."""
-    policies, ahead = ["snapkv", "tova", "kvzip", "full"], 8
+    policies, ahead = ["snapkv", "kvzip", "h2o", "full"], 8
     with evicting_engine(models("llama"), eviction={"policy": "snapkv", "lookahead": ahead}) as llm:
         page = page_of(llm, policies)
         answers = run(llm, [Ask(LENGTH, policy, BUDGET, max_tokens=ahead + 2) for policy in policies])
