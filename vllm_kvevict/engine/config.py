@@ -24,7 +24,7 @@ from vllm_kvevict.policies.inputs import Q_WINDOW
 from vllm_kvevict.policies.registry import decoding_policies, lookup, policies_for_parts
 from vllm_kvevict.schedules import inputs
 from vllm_kvevict.schedules.plan import Phase, Plan, needs_reserve
-from vllm_kvevict.schedules.registry import lookahead_policies, plan_of
+from vllm_kvevict.schedules.registry import can_look_ahead, lookahead_policies, plan_of
 
 DEFAULT_BUDGET = 0.2
 LONG = 1 << 40  # tokens of a prompt that is longer than any window
@@ -162,7 +162,7 @@ class Options:
     def _check_lookahead(self) -> None:
         """Refuse what cannot wait for an answer."""
         flag = "--kv-eviction-config.lookahead"
-        if self.lookahead and self.policy not in lookahead_policies():
+        if self.lookahead and not can_look_ahead(self.policy):
             able = ", ".join(lookahead_policies())
             raise KVEvictionError(
                 f"{flag} cannot be used with --kv-eviction {self.policy} (choose from {able})"
@@ -219,11 +219,11 @@ class Options:
         answer, found = self.decoding.default_phase, []
         if answer is not None and answer.keeps_queries:
             found.append((answer.window, answer.positions[0] - answer.begins))
-        able = lookahead_policies() if self.lookahead else []
         reading = [
             config
             for config in self.configs
-            if config.policy in able
+            if self.lookahead
+            and can_look_ahead(config.policy)
             and Q_WINDOW in (*lookup(config.policy).needs, *lookup(config.policy).window_needs)
         ]
         if reading:

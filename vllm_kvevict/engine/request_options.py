@@ -18,7 +18,7 @@ from vllm_kvevict.engine.parameters import ANY_BUDGET, known_config, overridden,
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.schedules.plan import Plan
-from vllm_kvevict.schedules.registry import lookahead_policies, plan_of_parts
+from vllm_kvevict.schedules.registry import can_look_ahead, lookahead_policies, plan_of_parts
 from vllm_kvevict.schedules.repeat_prompts import MOST_EXTRA_ROWS, RepeatPrompts
 
 POLICY, BUDGET, PARAMS = "kv_eviction", "kv_budget", "kv_params"
@@ -380,7 +380,7 @@ def _turns(given: Any) -> tuple[int, ...]:
 
 def _lookahead(server: Options, fields: Mapping[str, Any], policy: str, ends: tuple[int, ...] | None) -> int:
     """Tokens of a request's answer that are stored before its prompt is evicted."""
-    is_able = policy in lookahead_policies()
+    is_able = can_look_ahead(policy)
     if LOOKAHEAD not in fields:
         return server.lookahead if is_able and ends is None else 0
     ahead = read.lookahead(LOOKAHEAD, fields[LOOKAHEAD])

@@ -30,7 +30,7 @@ from vllm_kvevict.inspect.conversations import Reading, reading_of_chat, reading
 from vllm_kvevict.inspect.data import Inspection, Kept
 from vllm_kvevict.policy_list import PolicySpec
 from vllm_kvevict.schedules.plan import Plan
-from vllm_kvevict.schedules.registry import lookahead_policies
+from vllm_kvevict.schedules.registry import can_look_ahead
 
 QUIET = {
     "enforce_eager": True,  # one prompt is read: neither graphs nor compiled code would pay
@@ -163,7 +163,7 @@ def inspect(wanted: Wanted) -> Inspection:
     for entry in wanted.policies:
         if entry.texts:
             of_engine = {name: value for name, value in wanted.options.items() if name in ENGINE_DEFAULTS}
-            if entry.policy not in lookahead_policies():
+            if not can_look_ahead(entry.policy):
                 of_engine.pop("lookahead", None)  # as in an engine whose own policy is another
             asked = {**wanted.arguments, "kv_eviction_config": of_engine | entry.parameters}
             others[entry] = _inspected(replace(wanted, policies=[entry], arguments=asked))

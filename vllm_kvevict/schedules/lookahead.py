@@ -20,8 +20,8 @@ from vllm_kvevict.schedules.step_rows import QueryRows
 
 
 class LookaheadEviction(EvictionByRing):
-    """Of one prompt. Each schedule has one, which also is its eviction of a step that ends with the prompt: that says
-    what follows a layer."""
+    """Of one prompt. Each schedule has a subclass, which says what follows a layer; where layers compete, it goes on as
+    the schedule's eviction of a prompt that was just read."""
 
     def after_step(self) -> None:
         """One layer after the other, so that no second copy of all keys is in memory."""

@@ -103,15 +103,15 @@ def bounded_policies() -> list[str]:
     return [name for name in available() if not schedule_for(name).holds_whole_prompt]
 
 
+def can_look_ahead(policy: str) -> bool:
+    """Whether a policy can evict a prompt once its answer has begun: it needs no sums over all queries."""
+    found = lookup(policy)
+    return found.evicts and schedule_for(policy).after_lookahead is not None and not sums_up(found.needs)
+
+
 def lookahead_policies() -> list[str]:
-    """Policies that can evict a prompt once its answer has begun: it needs no sums over all queries."""
-    return [
-        name
-        for name in available()
-        if schedule_for(name).after_lookahead is not None
-        and lookup(name).evicts
-        and not sums_up(lookup(name).needs)
-    ]
+    """Policies that can evict a prompt once its answer has begun."""
+    return [name for name in available() if can_look_ahead(name)]
 
 
 def repeating_policies() -> list[str]:

@@ -28,7 +28,7 @@ class WholeEviction(Eviction):
             self.selection.decide()
 
 
-class WholeAfterLookahead(LookaheadEviction, WholeEviction):
+class WholeAfterLookahead(LookaheadEviction):
     """Of one prompt whose answer has begun."""
 
     def after_layer(self, step: LayerStep, rows: QueryRows, window: Tensor | None) -> None:
