@@ -1,4 +1,4 @@
-"""Drafts by ngram change no answer: they are verified, and what was stored of rejected ones is dropped again."""
+"""Drafts change no answer: they are verified, and what was stored of rejected ones is dropped again."""
 
 import random
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.engine.support import suffix
 from tests.engine.support.running import (
     VOCAB,
     Ask,
@@ -24,6 +25,7 @@ from vllm_kvevict.engine.worker.sampling import expand_batch_to_tokens
 from vllm_kvevict.policies import available
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 5}
 SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 160, "max_model_len": 512}
 ASKS = [
     Ask(300, "full", max_tokens=48),
@@ -59,8 +61,10 @@ def expected(model):
 
 
 @pytest.mark.engine
-def test_answers_are_those_without_drafts(model, expected):
-    with evicting_engine(model, speculative_config=NGRAM, **SMALL_STEPS) as llm:
+@pytest.mark.parametrize("method", [NGRAM, SUFFIX], ids=lambda method: method["method"])
+def test_answers_are_those_without_drafts(model, expected, method, monkeypatch):
+    suffix.install(monkeypatch)
+    with evicting_engine(model, speculative_config=method, **SMALL_STEPS) as llm:
         assert_same(expected, run(llm, ASKS, logits=True), kept=False)
         accepted, rejected = drafts(llm)
     assert accepted > 100 and rejected > 100

@@ -22,6 +22,9 @@ from vllm_kvevict.schedules.registry import schedule_for
 WINDOWED = "models with sliding-window attention in every layer"
 BIDIRECTIONAL = "models whose images are attended to in both directions"
 
+DRAFTERS = "ngram", "suffix"
+"""Methods of speculative decoding that need neither KV nor a scheduler of their own."""
+
 FLOATS = {"auto", "float32", "float16", "bfloat16"}
 """Values of ``--kv-cache-dtype`` that pages may hold."""
 
@@ -210,12 +213,13 @@ def _check_mixed_layers(vllm_config: Any) -> None:
 
 
 def _check_speculation(vllm_config: Any) -> None:
-    """Refuse draft tokens of other origin than the prompt, and stages, models and steps that cannot deal with them."""
+    """Refuse draft tokens of other origin than earlier tokens, and stages, models and steps that cannot deal with
+    them."""
     method = vllm_config.speculative_config.method
-    if method != "ngram":
+    if method not in DRAFTERS:
         raise KVEvictionError(
-            f"--kv-eviction cannot be combined with speculative decoding by {method}: ngram is the only method that "
-            "needs neither its own KV nor its own scheduler, so choose ngram, or leave --kv-eviction out"
+            f"--kv-eviction cannot be combined with speculative decoding by {method}: {' and '.join(DRAFTERS)} are "
+            "supported, so choose one of them, or leave --kv-eviction out"
         )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise KVEvictionError(
