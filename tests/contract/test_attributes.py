@@ -55,8 +55,9 @@ ATTRIBUTES: dict[str, str] = {
     "vllm.v1.request:Request": (
         "request_id num_computed_tokens num_tokens num_prompt_tokens max_tokens num_preemptions sampling_params "
         "prompt_token_ids num_output_tokens num_stale_output_tokens client_index trace_headers "
-        "has_encoder_inputs"
+        "has_encoder_inputs shared_prefix_boundary"
     ),
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "retention_interval single_type_managers",
     "vllm.v1.engine:EngineCoreRequest": "resumable sampling_params prompt_token_ids prompt_embeds mm_features",
     "vllm.sampling_params:SamplingParams": "extra_args max_tokens min_tokens temperature",
     "vllm.v1.core.sched.output:SchedulerOutput": (

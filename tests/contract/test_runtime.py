@@ -1,6 +1,7 @@
 """What only a running vLLM can tell: that modules import, and what flags, plugins and registries do with ours."""
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.metadata
 from collections.abc import Iterator
@@ -79,3 +80,29 @@ def test_our_layers_have_a_manager_without_blocks() -> None:
         manager = KVCacheSpecRegistry.get_manager_class(ours)
     if manager is not NoBlocksManager or ours.page_size_bytes != plain.page_size_bytes:
         source.broken(f"our layers are managed by {manager}", "they get blocks beside their pages")
+
+
+def test_our_layers_are_in_no_group_with_whole_ones() -> None:
+    """Layers of a subclass of vLLM's spec would be, such as those of a draft model: these need blocks."""
+    with one_line("groups of layers"):
+        import torch
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        from vllm_kvevict.engine import versions
+        from vllm_kvevict.engine.spec import BoundedAttentionSpec
+
+        group = versions.load(versions.moves().groups_of_one_page_size)
+        whole = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+        derived = dataclasses.make_dataclass(
+            "Derived", [], bases=(FullAttentionSpec,), frozen=True, kw_only=True
+        )
+        fields = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole) if field.init}
+        apart = [
+            len(group(layers))
+            for spec in (BoundedAttentionSpec.of(whole), derived(**fields))
+            for layers in ({"ours": spec, "whole": whole}, {"whole": whole, "ours": spec})
+        ]
+    if apart[:2] != [2, 2]:
+        source.broken("our layers are grouped with whole ones", "the layers of a draft model get no blocks")
+    if apart[2:] != [1, 1]:
+        source.broken("a subclass of FullAttentionSpec has groups of its own", "our spec can be one again")

@@ -8,6 +8,7 @@ from tests.contract import source
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 MANAGER = "vllm.v1.core.kv_cache_manager"
+COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 BACKEND = "vllm.v1.attention.backend"
 METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -28,11 +29,12 @@ WRAPPED: dict[str, str] = {
     "vllm.renderers.online_renderer:OnlineRenderer._make_request_with_harmony": "request should_include_tools",
     "vllm.renderers.online_renderer:OnlineRenderer.render_responses_harmony_messages": "messages cache_salt tok_params",
     f"{MANAGER}:KVCacheManager.allocate_slots": "request num_new_tokens num_new_computed_tokens",
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids": "block_ids",
     f"{SCHEDULER}.schedule": "throttle_prefills",
     f"{SCHEDULER}.finish_requests": "request_ids finished_status",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "metadata draft_probs logits sampling_metadata",
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": "x cu_num_tokens num_tokens replace_from replace_to",
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate": (
+    f"{COORDINATOR}.get_num_blocks_to_allocate": (
         "request_id num_tokens new_computed_blocks num_encoder_tokens total_computed_tokens num_local_computed_tokens"
     ),
 }
@@ -43,6 +45,14 @@ CALLED: dict[str, str] = {
         "kv_cache_config max_model_len max_in_flight_tokens scheduler_block_size hash_block_size enable_caching "
         "log_stats"
     ),
+    f"{MANAGER}:KVCacheManager.allocate_slots": "request num_new_tokens num_new_computed_tokens delay_cache_blocks",
+    f"{COORDINATOR}.find_longest_cache_hit": "block_hashes max_cache_hit_length",
+    f"{COORDINATOR}.get_num_cacheable_tokens": "num_computed_tokens kv_cache_group_id",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks": (
+        "request num_tokens retention_interval replay_boundaries"
+    ),
+    "vllm.v1.core.block_pool:BlockPool.touch": "blocks",
+    "vllm.v1.core.block_pool:BlockPool.evict_blocks": "block_ids",
     "vllm.v1.engine.output_processor:OutputProcessor.propagate_error": "e",
     "vllm.config:KVTransferConfig": "kv_connector kv_role kv_connector_module_path",
     "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids finish_reason events trace_headers",
@@ -265,8 +275,8 @@ OURS: dict[tuple[str, str], tuple[list[str], str]] = {
         "get_impl_cls get_builder_cls get_supported_kernel_block_sizes",
     ),
     ("spec.py", "BoundedAttentionSpec"): (
-        ["vllm.v1.kv_cache_interface:FullAttentionSpec"],
-        "max_memory_usage_bytes",
+        ["vllm.v1.kv_cache_interface:AttentionSpec"],
+        "max_memory_usage_bytes prefix_cacheable",
     ),
     ("spec.py", "NoBlocksManager"): (
         ["vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"],

@@ -50,10 +50,11 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "frontend/stopping.py": ("vllm.v1.engine.async_llm:AsyncLLM.shutdown",),
     # Our backend for evicted layers.
     "devices.py": ("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",),
-    # Which row is which request, and which steps CUDA graphs must not serve.
+    # Which row is which request, which steps CUDA graphs must not serve, and windows in blocks that were states.
     "worker/model_runners.py": (
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._is_uniform_decode",
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids",
     ),
     # Two faults with drafts on a CPU.
     "worker/sampling.py": (

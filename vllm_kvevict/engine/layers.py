@@ -41,7 +41,7 @@ EVICTED_SPECS: set[type[KVCacheSpec]] = {FullAttentionSpec}
 
 def is_evicted(spec: KVCacheSpec) -> bool:
     """Whether a layer with this spec is evicted."""
-    return type(spec) in EVICTED_SPECS
+    return type(spec) in EVICTED_SPECS and not getattr(spec, "non_causal", False)
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,11 @@ class LayerMap:
     def all_evicted(self) -> bool:
         """Whether there are no other layers."""
         return not self.others
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether requests may begin with cached prefixes: states are not cached so far."""
+        return not any(isinstance(spec, MambaSpec) for spec in self.specs)
 
     @property
     def evicted_layers(self) -> list[int]:

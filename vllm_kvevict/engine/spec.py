@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvevict.engine.config import require_options
@@ -15,16 +15,29 @@ from vllm_kvevict.engine.request_options import plan_for
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedAttentionSpec(FullAttentionSpec):
+class BoundedAttentionSpec(AttentionSpec):
     """Full attention whose longest prompt needs as much memory as the server's policy says: less than all of its KV if
-    that is evicted as it comes, more if it is repeated."""
+    that is evicted as it comes, more if it is repeated.
+
+    It is none of vLLM's ``FullAttentionSpec``, which vLLM would put into one group with whole layers, such as those of
+    a draft model.
+
+    Attributes:
+        others_are_cached: whether vLLM caches prefixes of layers beside these, which have no blocks that it could find.
+    """
+
+    others_are_cached: bool = False
 
     @classmethod
-    def of(cls, spec: KVCacheSpec) -> "BoundedAttentionSpec":
+    def of(cls, spec: KVCacheSpec, others_are_cached: bool = False) -> "BoundedAttentionSpec":
         """The same layer, one that is evicted, with our bound."""
-        return cls(
-            **{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
-        )
+        fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(AttentionSpec)}
+        return cls(**fields, others_are_cached=others_are_cached)
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        """Whether vLLM looks for these layers' blocks where it finds a prefix."""
+        return not self.others_are_cached
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Bytes of one group's blocks that a prompt of ``max_model_len`` tokens needs at once on the fullest rank."""
@@ -47,4 +60,4 @@ class NoBlocksManager(FullAttentionManager):
 # Whatever process is told of such a layer imports this module, before it looks for the manager.
 EVICTED_SPECS.add(BoundedAttentionSpec)
 KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(BoundedAttentionSpec, NoBlocksManager, uniform_type_base_spec=FullAttentionSpec)
+KVCacheSpecRegistry.register(BoundedAttentionSpec, NoBlocksManager)

@@ -53,7 +53,7 @@ def needed(vllm_config) -> int:
     """Tokens of full KV in the memory that vLLM asks for."""
     plain = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=32, dtype=torch.float32)
     spec = BoundedAttentionSpec.of(plain)
-    assert dataclasses.asdict(spec) == dataclasses.asdict(plain)
+    assert spec.page_size_bytes == plain.page_size_bytes
     return spec.max_memory_usage_bytes(vllm_config) * 128 // plain.page_size_bytes
 
 

@@ -262,10 +262,15 @@ def test_what_cannot_be_combined_with_layers_of_several_kinds(settings, sentence
 
 
 @pytest.mark.parametrize("given, is_said", [(None, True), (True, True), (False, False)])
-def test_prefix_caching_is_off_with_layers_of_several_kinds(given, is_said, tmp_path, warnings):
-    windowed = save_config(tmp_path / "a-model", *WINDOWED)
-    assert configured(windowed, enable_prefix_caching=given).cache_config.enable_prefix_caching is False
+def test_prefix_caching_is_off_beside_states_and_on_beside_windows(
+    given, is_said, models, tmp_path, warnings
+):
+    hybrid = str(models("granitemoehybrid"))
+    assert configured(hybrid, enable_prefix_caching=given).cache_config.enable_prefix_caching is False
     assert is_said == any("prefix caching is off" in line for line in warnings)
+    windowed = save_config(tmp_path / "a-model", *WINDOWED)
+    is_on = configured(windowed, enable_prefix_caching=given).cache_config.enable_prefix_caching
+    assert is_on is (given is not False)
 
 
 def test_models_that_look_at_images_in_both_directions_are_served_as_text(tmp_path):

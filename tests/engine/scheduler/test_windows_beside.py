@@ -1,6 +1,9 @@
 """Layers with a sliding window share the memory with evicted ones: preemptions come to an end."""
 
+import contextlib
+import dataclasses
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -8,18 +11,23 @@ import pytest
 from tests.engine.support.servers import PAGE, Setup, make_request
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict.engine.scheduler import other_layers
+from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import PATIENCE
+from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
+from vllm_kvevict.engine.scheduler.shared import uncompressed
 
 LONGEST, ROWS = 1024, 4
 OPTIONS = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, "policies": "all", "check": True}
 
 
-def server(window: int) -> Simulation:
-    """With memory for two of the longest requests."""
-    pages = ROWS * 2 * LONGEST // PAGE
-    return Simulation(
-        Setup([(2, 2)], [pages], LONGEST, max_num_batched_tokens=512, window=window, options=OPTIONS)
-    )
+def server(window: int, cached: bool = False, **sizes: Any) -> Simulation:
+    """With memory for two of the longest requests; for eight, which are kept whole, if prefixes are cached."""
+    pages, options = ROWS * (8 if cached else 2) * LONGEST // PAGE, dict(OPTIONS)
+    if cached:
+        options["policy"] = "full"
+    step = 128 if cached else 512
+    setup = Setup([(2, 2)], [pages], LONGEST, step, window=window, prefix_caching=cached, options=options)
+    return Simulation(dataclasses.replace(setup, **sizes))
 
 
 def load(seed: int, window: int) -> Simulation:
@@ -68,3 +76,106 @@ def test_what_windows_will_take_must_be_counted(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(other_layers.OtherLayers, "together_later", as_now)
     assert max(load(2, 512).preemptions.values()) > PATIENCE + 1
+
+
+PROMPT, LAST = list(range(8, 708)), list(range(5000, 5040))
+
+
+def found_in_windows(is_reset: bool) -> int:
+    """Blocks of others' windows that requests see where an earlier one is evicted or reset while it is read."""
+    simulation = server(100, cached=True)
+    evicted = {"kv_eviction": "ada-snapkv", "kv_prefix_len": 300}
+    simulation.add(make_request("a", PROMPT, 4, None if is_reset else evicted))
+    for _ in range(3):
+        simulation.step()
+    if is_reset:
+        simulation.reset()
+    for name in ("", "b", "c"):
+        if name:
+            simulation.add(make_request(name, PROMPT, 4))
+        simulation.run(100)
+    return simulation.windows.shared
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_windows_that_others_may_begin_with(is_reset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those behind an eviction, nor those of before a reset; without either rule they would be found."""
+    assert found_in_windows(is_reset) > 0
+    if is_reset:
+        monkeypatch.setattr(Account, "invalidate", lambda self: None)
+    monkeypatch.setattr(uncompressed, "whole_until", lambda plan: sys.maxsize)
+    with pytest.raises(AssertionError, match="read before a reset" if is_reset else "evicted before"):
+        found_in_windows(is_reset)
+
+
+def crowd(seed: int) -> None:
+    """Prompts about three documents on a server with memory for two or three; in the end nothing is held."""
+    choose = random.Random(seed)
+    pages, options = ROWS * choose.choice((2, 3)) * LONGEST // PAGE, {**OPTIONS, "policy": "full"}
+    step, window = choose.choice((128, 512)), choose.choice((100, 300))
+    setup = Setup([(2, 2)], [pages], LONGEST, step, window=window, prefix_caching=True, options=options)
+    simulation = Simulation(setup)
+    for index in range(30):
+        document, length, rest = choose.randrange(3), choose.randrange(100, 700), choose.randrange(1, 80)
+        prompt = [8 + (document * 131 + token) % 400 for token in range(length)]
+        prompt += [choose.randrange(8, 400) for _ in range(rest)]
+        fields = {"kv_eviction": "ada-snapkv"} if index % 3 == 0 else {}
+        simulation.add(make_request(f"r{index}", prompt, choose.randrange(1, 100), fields))
+        for _ in range(choose.randrange(12)):
+            simulation.step()
+    simulation.run(20_000)
+    ledger, pool = simulation.ledger, simulation.ledger.block_pool
+    assert ledger.blocks is not None and ledger.books.used == [0]
+    assert pool.get_num_free_blocks() + len(ledger.blocks.as_pages) == pool.num_gpu_blocks - 1
+
+
+def test_cached_windows_do_not_become_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a request is about to begin with them; else some would."""
+    for seed in range(12):
+        crowd(seed)
+    monkeypatch.setattr(SharedBlocks, "holding", lambda self, found: contextlib.nullcontext())
+    with pytest.raises(AssertionError, match="a block is of windows and pages"):
+        for seed in range(12):
+            crowd(seed)
+
+
+@pytest.mark.parametrize("window, columns, seed", [(300, 40, 1), (100, 60, 1), (100, 40, 0)])
+def test_what_is_cached_costs_nobody_else_anything(window: int, columns: int, seed: int) -> None:
+    """Requests with nothing in common go the same way as without a cache."""
+    found = []
+    for is_cached in (False, True):
+        choose, options = random.Random(seed), {**OPTIONS, "budget": 0.3, "decode_reserve": 200}
+        sizes = {"window": window, "prefix_caching": is_cached, "options": options}
+        simulation = Simulation(Setup([(2, 2)], [ROWS * columns], LONGEST, 256, **sizes), seed)
+        for index in range(12):
+            prompt = [choose.randint(8, 9999) for _ in range(choose.randint(300, 800))]
+            simulation.add(make_request(f"r{index}", prompt, choose.randint(20, 200)))
+        simulation.run(3000)
+        found.append((simulation.preemptions, simulation.steps, simulation.prefilled))
+    assert found[0] == found[1]
+
+
+def test_windows_of_a_step_that_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody begins with windows that a request would have left, had it not been preempted in the very same step."""
+    simulation = server(100, cached=True, max_num_batched_tokens=256, long_prefill=128, priority=True)
+    ledger, found = simulation.ledger, []
+    simulation.add(make_request("x", PROMPT, 2))
+    simulation.run(100)
+    ledger.others.invalidate()  # as if pages had taken the blocks
+    simulation.add(make_request("a", PROMPT, 3, priority=5, arrival=1.0))
+    simulation.step()
+    simulation.add(make_request("b", LAST, 60, arrival=2.0))
+    allocate, are_short = ledger.allocate_slots, ["b"]
+
+    def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+        account = ledger.accounts.get("a")
+        if account is not None and account.tokens == len(PROMPT) and request.request_id in are_short:
+            are_short.remove(request.request_id)
+            return None
+        if request.request_id == "a" and account is None:
+            found.append(kwargs["num_new_computed_tokens"])
+        return allocate(request, *args, **kwargs)
+
+    monkeypatch.setattr(ledger, "allocate_slots", allocate_slots)
+    simulation.run(200)
+    assert simulation.preemptions["a"] == 1 and found == [0]

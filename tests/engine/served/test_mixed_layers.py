@@ -1,14 +1,20 @@
 """Models of which only some layers are evicted; those with a window, or a state, stay with vLLM."""
 
 import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from vllm import LLM
 
 from tests.engine.support.running import (
+    Answer,
     Ask,
     assert_same,
     engine,
     evicting_engine,
+    metric,
     num_preemptions,
     run,
     tokens_of,
@@ -45,6 +51,84 @@ def test_memory_that_both_kinds_of_layers_are_short_of(models):
         assert ledger.block_pool.get_num_free_blocks() + len(ledger.blocks.as_pages) == 17
     assert 0 < preempted[1] < preempted[2], preempted
     assert len(set(as_pages)) > 1, as_pages
+
+
+CACHING: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "block_size": 32,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 256,
+}
+DOCUMENT, LAST = Ask(520).prompt, Ask(60, seed=9).prompt
+SHARED = {
+    "again": [Ask(700), Ask(700)],
+    "questions": [Ask(0, tokens=(*DOCUMENT, *LAST[seed : seed + 40])) for seed in range(4)],
+    "longer": [Ask(0, tokens=tuple(Ask(900, seed=5).prompt[:end])) for end in (256, 480, 481, 900)],
+    "block": [Ask(640, seed=2), Ask(640, seed=2), Ask(0, tokens=(*Ask(640, seed=2).prompt, *LAST))],
+}
+"""Prompts that begin like those before them."""
+
+
+def asked_in_turns(llm: LLM, asks: Sequence[Ask], **options: Any) -> tuple[list[Answer], list[int]]:
+    """Answers to requests one after the other, and how many tokens each finds."""
+    answers, found = [], []
+    for ask in asks:
+        before = metric(llm, "prefix_cache_hits")
+        answers += run(llm, [ask], **options)
+        found.append(metric(llm, "prefix_cache_hits") - before)
+    return answers, found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3_text"])
+def test_cached_prefixes_beside_windows(models, architecture):
+    """Requests that are not evicted find no fewer tokens than with stock; what any request finds changes no answer."""
+    model = models(architecture)
+    evicted = [
+        dataclasses.replace(ask, policy=policy, budget=budget)
+        for policy, budget in (("ada-snapkv", 0.3), ("lava", 0.2), ("ada-snapkv", 1.0))
+        for ask in SHARED["questions"]
+    ]
+    prefix = dataclasses.replace(SHARED["again"][0], policy="ada-snapkv", budget=0.3, prefix_len=300)
+    asks = [ask for load in SHARED.values() for ask in load]
+    # What windows remember behind an evicted prefix depends on what is left of it.
+    asks = [*asks, *evicted, prefix, *SHARED["again"]]
+    with engine(model, **CACHING) as llm:
+        stocks = [asked_in_turns(llm, load, recorded=False)[1] for load in SHARED.values()]
+        assert all(map(sum, stocks)), stocks
+    with evicting_engine(model, **CACHING | {"enable_prefix_caching": False}) as llm:
+        expected, none = asked_in_turns(llm, asks, logits=True)
+    with evicting_engine(model, **CACHING) as llm:
+        for load, by_stock in zip(SHARED.values(), stocks, strict=True):
+            found = asked_in_turns(llm, load)[1]
+            assert all(map(operator.ge, found, by_stock)), (found, by_stock)
+        llm.reset_prefix_cache()
+        answers, found = asked_in_turns(llm, asks, logits=True)
+        ledger = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        llm.reset_prefix_cache()
+        run(llm, [Ask(20, max_tokens=1)])
+        assert ledger.blocks.beyond_withheld(ledger.blocks.of_others) == 0
+    assert_same(expected, answers, kept=False)
+    assert not any(none) and sum(map(bool, found)) > len(asks) // 2, found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("blocks", [100, 130])
+def test_cached_prefixes_and_windows_that_are_short_of_memory(models, blocks):
+    """What is cached gives way to either side's needs."""
+    asks = [
+        dataclasses.replace(ask, policy=policy, budget=budget, max_tokens=150)
+        for policy, budget in (("full", None), ("ada-snapkv", 0.3))
+        for ask in (*SHARED["questions"], *SHARED["again"], *MANY[:4])
+    ]
+    model = models("gemma3_text")
+    with evicting_engine(model, **CACHING | {"enable_prefix_caching": False}) as llm:
+        expected = run(llm, asks, logits=True)
+    short = {"num_gpu_blocks_override": blocks, "eviction": {"decode_reserve": 1}}
+    with evicting_engine(model, **CACHING, **short) as llm:
+        for _ in range(2):
+            assert_same(expected, run(llm, asks, logits=True), kept=False)
+        assert metric(llm, "prefix_cache_hits") and num_preemptions(llm)
 
 
 @pytest.mark.engine

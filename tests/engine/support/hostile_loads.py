@@ -216,9 +216,9 @@ def with_layers(load: Load, seed: int) -> Load:
     """The same load with a model that has windows, or states, beside the layers that are evicted."""
     choose = random.Random(f"layers {seed}")
     window = choose.choice((0, 20, 100, 100, 300))
-    setup = dataclasses.replace(
-        load.setup, window=window, states=not window or choose.random() < 0.2, prefix_caching=False
-    )
+    states = not window or choose.random() < 0.2
+    is_cached = load.setup.prefix_caching and not states
+    setup = dataclasses.replace(load.setup, window=window, states=states, prefix_caching=is_cached)
     return dataclasses.replace(load, setup=setup)
 
 

@@ -206,8 +206,10 @@ def _groups(setup: Setup) -> list[KVCacheGroupSpec]:
     """vLLM's groups of layers, those that are evicted first; blocks of all groups have one size."""
     layers, heads = setup.shapes[0]
     shape = {"block_size": PAGE, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
-    full = (FullAttentionSpec if setup.options is None else BoundedAttentionSpec)(**shape)
-    specs: list[KVCacheSpec] = [full]
+    full: KVCacheSpec = FullAttentionSpec(**shape)
+    if setup.options is not None:
+        full = BoundedAttentionSpec.of(full, setup.prefix_caching and setup.has_other_layers)
+    specs = [full]
     if setup.window:
         specs.append(SlidingWindowSpec(sliding_window=setup.window, **shape))
     if setup.states:
@@ -234,7 +236,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
         # What is kept for the other layers comes on top.
         blocks += LayerMap.found(groups).blocks_kept(config)
         config.cache_config.num_gpu_blocks = blocks
-    kv_cache = KVCacheConfig(blocks, [], groups)
+    kv_cache = KVCacheConfig(blocks, [], groups, prefix_cache_retention_interval=0)
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
     scheduler = kind(
         vllm_config=config,

@@ -30,6 +30,7 @@ from tests.engine.support.servers import (
     make_scheduler,
     options_of,
 )
+from tests.engine.support.windows import WindowBlocks
 from vllm_kvevict.engine.messages import Holdings, RankMessage, StorePrefix, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
@@ -883,6 +884,7 @@ class Simulation:
         self.setup = setup
         self.scheduler = make_scheduler(setup)
         self.workers = Workers(setup, seed, greeds) if setup.options is not None else None
+        self.windows = WindowBlocks()
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.outputs: dict[str, int] = {}
         self.reasons: dict[str, str] = {}
@@ -948,6 +950,8 @@ class Simulation:
         if self.idle > self.setup.depth:
             unfinished = self.scheduler.get_num_unfinished_requests()
             assert not unfinished, f"hang: nothing is scheduled or in flight, {unfinished} requests wait"
+        if self.workers is not None:
+            self.windows.step(self.scheduler, output, self.workers.resets)
         self.in_flight.append((output, self._execute(output)))
         return output
 

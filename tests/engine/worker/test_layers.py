@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
@@ -17,6 +18,7 @@ from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.layers import LayerMap, is_evicted
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.engine.worker.attach import _check_layers
+from vllm_kvevict.engine.worker.model_runners import zero_new_windows
 
 SHAPE = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)
@@ -30,7 +32,10 @@ def group(spec, *layers):
 
 def test_full_attention_alone_is_evicted():
     ours = BoundedAttentionSpec.of(FULL)
-    assert dataclasses.asdict(ours) == dataclasses.asdict(FULL) and is_evicted(ours) and is_evicted(FULL)
+    fields = [field.name for field in dataclasses.fields(AttentionSpec)]
+    assert [getattr(ours, name) for name in fields] == [getattr(FULL, name) for name in fields]
+    assert is_evicted(ours) and is_evicted(FULL)
+    assert not is_evicted(dataclasses.replace(FULL, non_causal=True))
     latent = MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1})
     assert not any(map(is_evicted, (WINDOW, STATE, latent)))
 
@@ -56,3 +61,22 @@ def test_a_worker_compares_what_it_finds(layers, is_right):
         return
     with pytest.raises(KVEvictionError, match="disagree about which layers"):
         _check_layers(*arguments)
+
+
+def test_windows_begin_with_zeros_in_blocks_that_were_states() -> None:
+    caches = {f"model.layers.{layer}.self_attn.attn": torch.full((4, 2), torch.nan) for layer in range(3)}
+    groups = [group(BoundedAttentionSpec.of(FULL), 0), group(WINDOW, 1), group(STATE, 2)]
+    runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+        compilation_config=SimpleNamespace(
+            static_forward_context={name: SimpleNamespace(kv_cache=kv) for name, kv in caches.items()}
+        ),
+        _zero_block_ids=lambda block_ids: None,
+    )
+    zero_new_windows(runner)
+    runner._zero_block_ids([1, 3])
+    assert [kv.isnan().all(1).tolist() for kv in caches.values()] == [
+        [True] * 4,
+        [True, False] * 2,
+        [True] * 4,
+    ]

@@ -155,8 +155,9 @@ def _create(args: Any, options: Options, create_engine_config: Any, *rest: Any, 
     vllm_config = create_engine_config(_our_arguments(args, options, device), *rest, **kwargs)
     _drop_unreached_window(vllm_config)
     checks.check_model(vllm_config)
-    if vllm_config.cache_config.enable_prefix_caching and not LayerMap.predicted(vllm_config).all_evicted:
-        # It knows one kind of layers. vLLM makes more than one setting depend on it.
+    is_cached = vllm_config.cache_config.enable_prefix_caching
+    if is_cached and not LayerMap.predicted(vllm_config).caches_prefixes:
+        # vLLM makes more than one setting depend on it.
         without = copy.copy(args)
         without.enable_prefix_caching = False
         vllm_config = create_engine_config(_our_arguments(without, options, device), *rest, **kwargs)
@@ -226,6 +227,8 @@ def _drop_unreached_window(vllm_config: Any) -> None:
 
 def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None:
     """Say what has no effect, is slow or unproven."""
+    from vllm_kvevict.engine.layers import LayerMap
+
     if device is not CPU:
         logger.warning(
             "KV eviction on CUDA is experimental: it was tested on one H200, and never on other or several GPUs"
@@ -233,8 +236,8 @@ def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None
     # Several API servers repeat what the process that starts them has said.
     if args._api_process_count > 1 and args._api_process_rank >= 0:
         return
-    if args.enable_prefix_caching is not False and not vllm_config.cache_config.enable_prefix_caching:
-        logger.warning("KV eviction: prefix caching is off, since only some layers of this model are evicted")
+    if args.enable_prefix_caching is not False and not LayerMap.predicted(vllm_config).caches_prefixes:
+        logger.warning("KV eviction: prefix caching is off, since some layers of this model have states")
     if reason := overruled_memory(args.kv_cache_memory_bytes, vllm_config):
         logger.warning("KV eviction: %s", reason)
     if device is CPU:

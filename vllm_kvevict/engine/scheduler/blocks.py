@@ -3,7 +3,8 @@
 Owns which blocks are pages.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -54,14 +55,32 @@ class SharedBlocks:
         """Of so many blocks of other layers, those that could be pages."""
         return max(0, others - self.withheld)
 
-    def grow(self, count: int) -> None:
-        """Make blocks pages, until there are at least ``count``; so many must be free or pages already."""
+    def grow(self, count: int) -> bool:
+        """Make blocks pages, until there are at least ``count``; whether so many were free or pages already."""
         missing = count - len(self.as_pages)
         if missing <= 0:
-            return
+            return True
+        if missing > self._pool.get_num_free_blocks():
+            return False
         blocks = self._pool.get_new_blocks(missing)
         self.as_pages += blocks
         self.outbox.blocks_become_pages(block.block_id for block in blocks)
+        return True
+
+    @contextlib.contextmanager
+    def holding(self, blocks: Sequence[KVCacheBlock]) -> Iterator[None]:
+        """Keep cached blocks that a request is to begin with from becoming pages meanwhile."""
+        self._pool.touch(blocks)
+        try:
+            yield
+        finally:
+            self._pool.free_blocks(reversed(blocks))
+
+    def invalidate(self) -> None:
+        """Let no further request begin with what blocks of other layers remember."""
+        self._pool.evict_blocks(
+            {block.block_id for block in self._pool.blocks if block.block_hash is not None}
+        )
 
     def shrink(self, count: int) -> bool:
         """Give other layers blocks, until at most ``count`` are pages; whether that changed anything."""

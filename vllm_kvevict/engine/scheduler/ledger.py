@@ -19,7 +19,7 @@ from vllm_kvevict.engine.messages import Claim, Holdings, Report, StepMessage
 from vllm_kvevict.engine.request_options import plan_for
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.adapters import AdapterSlots
-from vllm_kvevict.engine.scheduler.admission import AdmissionControl
+from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Found
 from vllm_kvevict.engine.scheduler.answers import AnswerLimits
 from vllm_kvevict.engine.scheduler.blocks import NoBlocks, SharedBlocks
 from vllm_kvevict.engine.scheduler.books import Books
@@ -74,7 +74,9 @@ class PageLedger(KVCacheManager):
         self._blocks_kept, self._fewest_read = blocks_kept, fewest_read
         self._waiting_requests, self._tokens_left = waiting_requests, tokens_left
         self._block = kwargs["hash_block_size"]
-        self._keys_of: KeysOf = prefix_keys if self.enable_caching else lambda request, plan: {}
+        # What other layers remember at the end of a compressed prefix is not kept.
+        caches_compressed = self.enable_caching and not blocks_kept
+        self._keys_of: KeysOf = prefix_keys if caches_compressed else lambda request, plan: {}
         self._next_key = next_key
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
@@ -83,6 +85,8 @@ class PageLedger(KVCacheManager):
         self.reserve = Reserve(options.reserve_size(self.max_model_len, head_dims))
         self.limits = AnswerLimits()
         self.ends: dict[str, RequestStatus] = {}
+        self._found: Found | None = None
+        """For the waiting request that vLLM has asked about last."""
         self._begin(control)
 
     def _begin(self, control: AdmissionControl) -> None:
@@ -156,6 +160,7 @@ class PageLedger(KVCacheManager):
         request: Request,
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> KVCacheBlocks | None:
@@ -184,7 +189,8 @@ class PageLedger(KVCacheManager):
         account = self.accounts.get(request.request_id)
         is_new = account is None
         if account is None:
-            found = self.shared.find(request) if num_new_computed_tokens else None
+            found = self._found if num_new_computed_tokens else None
+            assert (found.tokens if found else 0) == num_new_computed_tokens
             account = self.requests.open(request, num_new_tokens, found)
             if not self._may_begin(request, account):
                 return None
@@ -198,9 +204,8 @@ class PageLedger(KVCacheManager):
             return None
         blocks: KVCacheBlocks | None = self.empty_kv_cache_blocks
         if self.others.exist:
-            blocks = self._allocate_others(
-                request, account, need, is_new, num_new_tokens, num_new_computed_tokens, *args, **kwargs
-            )
+            step = num_new_tokens, num_new_computed_tokens, new_computed_blocks
+            blocks = self._allocate_others(request, account, need, is_new, *step, *args, **kwargs)
         if blocks is not None:
             self._commit(request, account, tokens, need, is_new)
         return blocks
@@ -210,10 +215,7 @@ class PageLedger(KVCacheManager):
         if is_new:
             self._admit(request, account)
         self.books.hold(account, need)
-        if account.is_reading:
-            self.shared.publish(request, account, tokens)
-        if account.advance(tokens, self.max_model_len):
-            self.shared.store(request, account)
+        self.shared.advance(request, account, tokens, self.max_model_len)
 
     def _may_begin(self, request: Request, account: Account) -> bool:
         """Whether a new request is admitted now; one that empty pools could not hold ends instead of waiting."""
@@ -229,11 +231,15 @@ class PageLedger(KVCacheManager):
     def _allocate_others(
         self, request: Request, account: Account, need: Need, is_new: bool, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        """Blocks for the layers that are not evicted; None if there are too few."""
-        used = zip(self.books.used, need[0], account.held, strict=True)
-        pages = [held + new - old for held, new, old in used]
-        promised = self.books.promised if is_new else [0] * len(pages)
-        return self.others.allocate(pages, promised, request, *args, **kwargs)
+        """Blocks for the layers that are not evicted, for which cached segments that nobody uses are dropped; None if
+        there are too few even so."""
+        while True:
+            held = zip(self.books.held, need[0], account.held, strict=True)
+            pages = [of_all + new - old for of_all, new, old in held]
+            promised = self.books.promised if is_new else [0] * len(pages)
+            blocks = self.others.allocate(pages, promised, request, *args, **kwargs)
+            if blocks is not None or not self.shared.drop_segment(account if is_new else None):
+                return blocks
 
     def _admit(self, request: Request, account: Account) -> None:
         """Open the request's account for good; the workers hear of it with this step."""
@@ -270,7 +276,9 @@ class PageLedger(KVCacheManager):
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """How many tokens a waiting request need not compute.
+        """What a waiting request begins with: blocks of layers that are not evicted, and tokens, of which more is kept
+        until the next question. Last the tokens at which other layers should keep what they remember, 0 for none: the
+        evicted ones have these already.
 
         vLLM sets ``max_cache_hit_length`` where it stores more than KV of each token, which eviction refuses; then
         nothing is taken from the cache.
@@ -279,12 +287,28 @@ class PageLedger(KVCacheManager):
         # Thousands may wait for a place or a prefix. vLLM asks next whether they have to, and then nothing else.
         is_asked = is_asked and not (self.gate.is_closed and self.gate.is_closed_to(request))
         is_asked = is_asked and not self.shared.is_awaited(request)
-        found = self.shared.find(request) if is_asked else None
-        return self.empty_kv_cache_blocks, 0 if found is None else found.tokens, 0
+        blocks, self._found, longest = self.empty_kv_cache_blocks, None, 0
+        if is_asked:
+            blocks, self._found, longest = self._find(request)
+        tokens = self._found.tokens if self._found else 0
+        return blocks, tokens, longest if tokens < longest else 0
+
+    def _find(self, request: Request) -> tuple[KVCacheBlocks, Found | None, int]:
+        """What a waiting request begins with: blocks of other layers, the rest, and how many tokens it would be if only
+        evicted layers counted."""
+        found = self.shared.find(request)
+        longest = found.tokens if found else 0
+        while found is not None and self.others.exist:
+            blocks, tokens = self.others.find(request, found.tokens)
+            if tokens == found.tokens:
+                return blocks, found, longest
+            found = self.shared.find(request, tokens)
+        return self.empty_kv_cache_blocks, found, longest
 
     def reset_prefix_cache(self) -> bool:
         """As of :meth:`SharedStore.invalidate`."""
         is_unused = self.shared.invalidate()
+        self.others.invalidate()
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True  # the hit rate in vLLM's log begins anew
         return is_unused
@@ -380,7 +404,7 @@ class PageLedger(KVCacheManager):
             self.requests.remove(name)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Nothing to hash: what of a request is cached was settled when it was admitted."""
+        """Nothing to hash: that is the store's."""
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         if self.others.exist:

@@ -5,6 +5,7 @@ are always blocks for the pages that requests hold.
 """
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
@@ -86,24 +87,67 @@ class OtherLayers:
         return max(map(cdiv, pages, self._pages_per_block))
 
     def allocate(
-        self, pages: Sequence[int], promised: Sequence[int], request: Request, *args: Any, **kwargs: Any
+        self,
+        pages: Sequence[int],
+        promised: Sequence[int],
+        request: Request,
+        new_tokens: int,
+        found_tokens: int,
+        found: KVCacheBlocks | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> KVCacheBlocks | None:
         """Blocks for the other layers of a request; None if there are too few.
 
         Args:
             pages: of each rank that all requests hold together then.
             promised: those that it has to leave alone, too.
-            args, kwargs: as of vLLM's allocate_slots behind the request.
+            new_tokens, found_tokens, found, args, kwargs: as of vLLM's allocate_slots behind the request.
         """
         assert self._blocks is not None
-        self._blocks.grow(self._covering(pages))
-        result = KVCacheManager.allocate_slots(self._manager, request, *args, **kwargs)
-        if result is None:
-            staying = [held + more for held, more in zip(pages, promised, strict=True)]
-            fewest = max(self._covering(staying), len(self._blocks.as_pages) - self._blocks.withheld)
-            if self._blocks.shrink(fewest):
-                result = KVCacheManager.allocate_slots(self._manager, request, *args, **kwargs)
+        begins_with = [block for of_group in found.blocks for block in of_group] if found else []
+        # What it may leave for others is cached once the step is settled.
+        kwargs["delay_cache_blocks"] = True
+        step = request, new_tokens, found_tokens, found, *args
+        allocate = partial(KVCacheManager.allocate_slots, self._manager, *step, **kwargs)
+        with self._blocks.holding(begins_with):
+            if not self._blocks.grow(self._covering(pages)):
+                return None
+            result = allocate()
+            if result is None:
+                staying = [held + more for held, more in zip(pages, promised, strict=True)]
+                fewest = max(self._covering(staying), len(self._blocks.as_pages) - self._blocks.withheld)
+                if self._blocks.shrink(fewest):
+                    result = allocate()
         return result
+
+    def find(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
+        """Cached blocks that a waiting request begins with if other layers remember what it needs of them, and how many
+        tokens it begins with then, at most so many."""
+        blocks, tokens, _ = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
+        return self._manager.create_kv_cache_blocks(blocks), tokens
+
+    @property
+    def longest_window(self) -> int:
+        """Tokens that a later one may see of those before it; 0 where there are no windows."""
+        return max(getattr(x, "sliding_window", 0) for x in self._manager.coordinator.single_type_managers)
+
+    def cache(self, request: Request, tokens: int, ends: Collection[int]) -> None:
+        """Let later requests begin with a request's first tokens, as many of ``ends`` as there are among so many."""
+        coordinator = self._manager.coordinator
+        tokens = min(tokens, len(request.block_hashes) * self._block)
+        for group, manager in enumerate(coordinator.single_type_managers):
+            manager.cache_blocks(
+                request,
+                coordinator.get_num_cacheable_tokens(tokens, group),
+                retention_interval=coordinator.retention_interval,
+                replay_boundaries=tuple(ends),
+            )
+
+    def invalidate(self) -> None:
+        """As of :meth:`SharedBlocks.invalidate`."""
+        if self._blocks is not None:
+            self._blocks.invalidate()
 
     def end_of_blocks(self, tokens: int) -> int:
         """How many tokens the blocks of a request with so many tokens have room for."""

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
 from vllm_kvevict.engine import hooks
 
 GATHER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state"
+ZERO_BLOCKS = "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids"
 IS_UNIFORM = "vllm.v1.worker.gpu_model_runner:GPUModelRunner._is_uniform_decode"
 
 
@@ -63,3 +66,26 @@ def forbid_decode_graphs(runner: Any, when: Callable[[], bool]) -> None:
         hooks.wrap(GATHER, gathering, of=runner)
     else:
         hooks.wrap(IS_UNIFORM, asking, of=runner)
+
+
+def zero_new_windows(runner: Any) -> None:
+    """Let windows begin with zeros in blocks that were states, which may be no numbers.
+
+    On a CPU vLLM zeroes blocks through layers with full attention, and of those that it sees there are none.
+
+    Args:
+        runner: the worker's model runner on a CPU.
+    """
+
+    def zeroing(zero: Callable[[list[int]], None]) -> Callable[[list[int]], None]:
+        def zero_block_ids(block_ids: list[int]) -> None:
+            zero(block_ids)
+            for group in runner.kv_cache_config.kv_cache_groups:
+                layers = group.layer_names if isinstance(group.kv_cache_spec, SlidingWindowSpec) else ()
+                for name in layers:
+                    runner.compilation_config.static_forward_context[name].kv_cache[block_ids] = 0
+
+        return zero_block_ids
+
+    if hasattr(runner, "_zero_block_ids"):  # V1
+        hooks.wrap(ZERO_BLOCKS, zeroing, of=runner)

@@ -9,12 +9,12 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import get_pp_group
 
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.engine.layers import is_evicted
+from vllm_kvevict.engine.layers import LayerMap, is_evicted
 from vllm_kvevict.engine.memory import check_holds_longest, layout_of
 from vllm_kvevict.engine.process import check_alone
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.engine.worker.host_memory import ask_for_half_of_what_is_free
-from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs
+from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs, zero_new_windows
 from vllm_kvevict.engine.worker.runtime import get_runtime, start_runtime, stop_runtime
 from vllm_kvevict.engine.worker.sampling import repair_sampling
 from vllm_kvevict.engine.worker.warmup import warm_up
@@ -44,11 +44,16 @@ class _EvictionMixin:
             forbid_decode_graphs(self.model_runner, runtime.reads_prompts)  # type: ignore[attr-defined]
         else:
             repair_sampling(self.model_runner)  # type: ignore[attr-defined]
+            zero_new_windows(self.model_runner)  # type: ignore[attr-defined]
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        vllm_config = get_runtime().vllm_config
+        is_cached = vllm_config.cache_config.enable_prefix_caching
+        others_are_cached = is_cached and not LayerMap.predicted(vllm_config).all_evicted
         return {
-            name: BoundedAttentionSpec.of(spec) if is_evicted(spec) else spec for name, spec in specs.items()
+            name: BoundedAttentionSpec.of(spec, others_are_cached) if is_evicted(spec) else spec
+            for name, spec in specs.items()
         }
 
     def determine_available_memory(self) -> int:

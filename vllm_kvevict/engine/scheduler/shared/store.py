@@ -65,13 +65,17 @@ class SharedStore:
 
     # Who begins with what.
 
-    def find(self, request: Request) -> Found | None:
-        """What a waiting request begins with. Modifies the order: it counts as used."""
+    def find(self, request: Request, most: int | None = None) -> Found | None:
+        """What a waiting request begins with. Modifies the order: it counts as used.
+
+        Args:
+            most: tokens of it, if there are no compressed ones.
+        """
         prefix = self.compressed.find(request)
         if prefix is not None:
             tail, more = self.tails.find(request, prefix) or (None, 0)
             return Found(prefix.tokens + more, prefix, tail)
-        segments = self.uncompressed.find(request)
+        segments = self.uncompressed.find(request, most)
         if segments is None:
             return None
         segment, columns = segments
@@ -188,13 +192,21 @@ class SharedStore:
             need = account.need_at(tokens)
         return need
 
-    def publish(self, request: Request, account: Account, tokens: int) -> None:
-        """Leave uncompressed what the step that ends at ``tokens`` has read, before it is evicted."""
-        self.uncompressed.publish(request, account, tokens)
+    def drop_segment(self, new: Account | None) -> bool:
+        """Drop a segment that no request uses, nor begins with; whether there was one."""
+        return self._segments.drop_one(None if new is None else new.segment)
 
-    def store(self, request: Request, account: Account) -> None:
-        """The step evicts a request's prompt, or a part of it: others may begin with what is left."""
-        self.compressed.store(request.request_id, account)
+    def advance(self, request: Request, account: Account, tokens: int, longest: int) -> None:
+        """A step takes a request to so many tokens. Others may begin with what it has read before it is evicted, and
+        with what is left once its prompt, or a part of it, is.
+
+        Args:
+            longest: as of :meth:`Account.advance`.
+        """
+        if account.is_reading:
+            self.uncompressed.publish(request, account, tokens)
+        if account.advance(tokens, longest):
+            self.compressed.store(request.request_id, account)
 
     def on_report(
         self, request_id: str, index: int, count: PageCount, report: Report, is_gone: bool

@@ -9,6 +9,7 @@ else needs them. Owns the segments, and who waits as this step began.
 """
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from vllm_kvevict.engine.scheduler.shared.segments import SegmentCache
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.engine.scheduler.terms import Need
 from vllm_kvevict.schedules.base import MOST_SEGMENTS, PARTS
+from vllm_kvevict.schedules.plan import Plan
 
 PATIENT = 2
 """A request waits for another one to read what both begin with, if that reads no more than so many times as much."""
@@ -44,6 +46,13 @@ class Waiting:
     pages: Sequence[int]
     keys: UnitKeys
     units: int
+
+
+def whole_until(plan: Plan) -> int:
+    """Tokens up to which others may begin with what layers that are not evicted remember of a request. Behind its first
+    eviction that depends on what is left."""
+    first = plan.next_eviction(0)
+    return sys.maxsize if first is None else first
 
 
 class UncompressedPrefixes:
@@ -78,6 +87,8 @@ class UncompressedPrefixes:
         part = cdiv(min((rank.columns for rank in books.ranks), default=0), PARTS)
         longest = unit * max(1, cdiv(part, unit))
         self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, outbox, books)
+        self._ends: dict[str, set[int]] = {}
+        """Tokens of each admitted request at which others may go on with what layers that are not evicted remember."""
         self._queue_head: dict[str, Waiting] | None = None
         """The first waiting requests, as they were when this step began, without those admitted since. The queue may be
         long, and a step may evict many: it is looked at once in a step, when somebody asks."""
@@ -86,6 +97,9 @@ class UncompressedPrefixes:
         """What earlier steps have left can be used from now on."""
         self.segments.new_step_starts()
         self._queue_head = None
+        # Not sooner: until now a request could be preempted in the step for which it was scheduled.
+        for name, account in self._requests.accounts.items() if self._books.others.exist else ():
+            self._cache_beside(self._requests.in_flight[name], account)
 
     def columns_of(self, account: Account) -> int:
         """Columns that an account borrows of segments."""
@@ -105,13 +119,28 @@ class UncompressedPrefixes:
     def _keys_of(self, request: Request) -> UnitKeys:
         return unit_keys(request.block_hashes, self._unit // self._block)
 
-    def find(self, request: Request) -> tuple[Segment, int] | None:
+    def _first_ends(self, request: Request) -> set[int]:
+        """Where others may go on, as far as is known when a request begins: they may have the same prompt, one that
+        goes on behind it, or one with which it has less in common."""
+        if not self._books.others.exist:
+            return set()
+        n = request.num_prompt_tokens
+        most = self._requests.plan(request).most_cached(n)
+        return {end - end % self._unit for end in (n - 1, n, most, request.shared_prefix_boundary)}
+
+    def find(self, request: Request, most: int | None = None) -> tuple[Segment, int] | None:
         """What of its prompt a request can begin with uncompressed: the last segment, and the columns.
 
         A prompt that fits the pool only if it is evicted layer by layer begins with nothing. Modifies the order: what
         is found counts as used.
+
+        Args:
+            most: tokens of it.
         """
-        found = self._find(self._keys_of(request), self._units_to_find(request))
+        units = self._units_to_find(request)
+        if most is not None:
+            units = min(units, most // self._unit)
+        found = self._find(self._keys_of(request), units)
         while found is not None and not self._fits_alone(request, *found):
             segment, _ = found
             found = (segment.parent, segment.start) if segment.parent else None
@@ -148,7 +177,7 @@ class UncompressedPrefixes:
 
         It waits for a step for what that leaves, and longer for who is reading what both begin with and comes before it
         in vLLM's order; never much longer than it would take to read that itself. Modifies the order: what is there
-        already counts as used.
+        already counts as used; and who is waited for keeps what other layers remember there.
         """
         keys, most = self._keys_of(request), self._units_to_find(request)
         if not most or not self.segments.is_known(keys(1)):
@@ -158,6 +187,8 @@ class UncompressedPrefixes:
         soon = self.segments.longest(keys, most)
         if soon > units:
             return keys(soon)
+        if units and self._books.others.exist:
+            units = self._books.others.find(request, units * self._unit)[1] // self._unit
         readers, read = self.segments.readers(keys, most)
         gained = (read - units) * self._unit
         for name in readers if gained > 0 else ():
@@ -166,8 +197,19 @@ class UncompressedPrefixes:
             # A stream of those that came later could keep it waiting for ever.
             came_before = self._requests.in_flight[name] < request
             if came_before and left <= PATIENT * gained and self._will_leave(account):
-                return keys(read)
+                end = read * self._unit
+                if self._can_end(name, account, end):
+                    self._ends[name].add(end)
+                    return keys(read)
         return None
+
+    def _can_end(self, name: str, account: Account, end: int) -> bool:
+        """Whether other layers, if there are any, can keep what they remember of a request at so many tokens: they will
+        anyway, or it has not come to where that begins."""
+        others = self._books.others
+        if not others.exist or end in self._ends[name]:
+            return True
+        return account.tokens <= max(0, end - others.longest_window)
 
     def _will_leave(self, account: Account) -> bool:
         """Whether an account's prompt is likely to be there for others once it is read."""
@@ -181,13 +223,15 @@ class UncompressedPrefixes:
         return all(more <= free for more, free in zip(copies, self._idle(), strict=True))
 
     def _idle(self) -> list[int]:
-        """Pages of each rank that nobody holds or is promised, and those of tails, and of segments that nobody uses."""
-        return plus(self._books.left, self._tails.held, self.segments.droppable_pages())
+        """Pages of each rank that there are and nobody holds or is promised, and those of tails, and of segments that
+        nobody uses."""
+        return plus(self._books.free, self._tails.held, self.segments.droppable_pages())
 
     def begin(self, request: Request, account: Account) -> None:
         """A request was admitted: it uses the segments that it begins with, and others may wait for what it reads."""
         if self._queue_head is not None:
             self._queue_head.pop(request.request_id, None)
+        self._ends[request.request_id] = self._first_ends(request)
         if account.prefix is not None:
             return
         if account.segment is not None:
@@ -218,7 +262,10 @@ class UncompressedPrefixes:
     def _is_idle(self, request: Request, account: Account, need: Need) -> bool:
         """Whether an account may take what it needs, and nobody waits for that or is preempted."""
         held, promises = need
-        soon = self._needed_soon(request, account)
+        others = self._books.others
+        with_blocks = zip(others.pages(others.blocks_to_begin(request)), others.pages(), strict=True)
+        beside = [then - now for then, now in with_blocks]
+        soon = plus(self._needed_soon(request, account), beside)
         for index, idle in enumerate(self._idle()):
             more = held[index] - account.held[index] + promises[index] - account.promise[index]
             if more + soon[index] > idle:
@@ -316,6 +363,9 @@ class UncompressedPrefixes:
             untold: what the workers were not told of it.
         """
         self.segments.end(request.request_id)
+        if request.is_finished() and not untold.is_admission:
+            self._cache_beside(request, account)
+        self._ends.pop(request.request_id, None)
         last = account.segment
         if untold.segments:
             last = self.segments.cancel(untold.segments)
@@ -325,6 +375,13 @@ class UncompressedPrefixes:
             self._freeze(request, account, min(left, request.num_tokens - 1))
         if last is not None:
             self.segments.release(last, account.is_lasting)
+
+    def _cache_beside(self, request: Request, account: Account) -> None:
+        """Let others find what other layers remember of a request, where they may go on with it."""
+        others = self._books.others
+        if self.is_on and others.exist and not account.is_invalid:
+            known = min(account.tokens, request.num_tokens, whole_until(account.plan))
+            others.cache(request, known, self._ends[request.request_id])
 
     def end_copying(self, account: Account) -> None:
         """An account was evicted on every rank: it borrows nothing of segments any more."""
