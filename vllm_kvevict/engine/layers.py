@@ -100,8 +100,8 @@ class LayerMap:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether requests may begin with cached prefixes: states are not cached so far."""
-        return not any(isinstance(spec, MambaSpec) for spec in self.specs)
+        """Whether requests may begin with cached prefixes: beside windows, but not beside states so far."""
+        return all(isinstance(spec, SlidingWindowSpec) for spec in self.specs)
 
     @property
     def evicted_layers(self) -> list[int]:
