@@ -249,7 +249,7 @@ OURS: dict[tuple[str, str], tuple[list[str], str]] = {
     ("scheduler/scheduler.py", "EvictionScheduler"): (
         [SCHEDULER],
         "__init__ add_request schedule has_requests reset_prefix_cache update_from_output finish_requests "
-        "_handle_blocked_waiting_request _reserve_prefill_lookahead",
+        "_handle_blocked_waiting_request _mamba_block_aligned_split _reserve_prefill_lookahead",
     ),
     ("worker/worker.py", "_EvictionMixin"): (
         ["vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Worker"],

@@ -100,8 +100,10 @@ class LayerMap:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether requests may begin with cached prefixes: beside windows, but not beside states so far."""
-        return all(isinstance(spec, SlidingWindowSpec) for spec in self.specs)
+        """Whether requests may begin with cached prefixes: beside windows or states; vLLM copies blocks of models with
+        both only in part."""
+        kinds = set(map(type, self.specs))
+        return len(kinds) <= 1 and kinds <= {SlidingWindowSpec, MambaSpec}
 
     @property
     def evicted_layers(self) -> list[int]:
@@ -124,7 +126,11 @@ class LayerMap:
         if self.all_evicted:
             return 0
         held = (cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in self.specs)
-        return sum(held) + NULL_BLOCKS
+        # A state is given back a step late.
+        late = (
+            vllm_config.scheduler_config.async_scheduling and vllm_config.cache_config.enable_prefix_caching
+        )
+        return sum(held) + late * sum(isinstance(spec, MambaSpec) for spec in self.specs) + NULL_BLOCKS
 
 
 def layer_types(text_config: Any) -> Sequence[str]:

@@ -261,16 +261,17 @@ def test_what_cannot_be_combined_with_layers_of_several_kinds(settings, sentence
     assert sentence in refusal(windowed, **settings)
 
 
-@pytest.mark.parametrize("given, is_said", [(None, True), (True, True), (False, False)])
-def test_prefix_caching_is_off_beside_states_and_on_beside_windows(
-    given, is_said, models, tmp_path, warnings
-):
-    hybrid = str(models("granitemoehybrid"))
-    assert configured(hybrid, enable_prefix_caching=given).cache_config.enable_prefix_caching is False
-    assert is_said == any("prefix caching is off" in line for line in warnings)
-    windowed = save_config(tmp_path / "a-model", *WINDOWED)
-    is_on = configured(windowed, enable_prefix_caching=given).cache_config.enable_prefix_caching
-    assert is_on is (given is not False)
+@pytest.mark.parametrize("given", [None, True, False])
+def test_prefix_caching_is_off_beside_both_windows_and_states(given, models, tmp_path, warnings):
+    hybrid, windowed = str(models("granitemoehybrid")), save_config(tmp_path / "a-model", *WINDOWED)
+    for model in (hybrid, windowed):
+        is_on = configured(model, enable_prefix_caching=given).cache_config.enable_prefix_caching
+        assert is_on is (given is not False)
+    assert not any("prefix caching is off" in line for line in warnings)
+    both = {"layer_types": ["mamba", "full_attention", "mamba", "sliding_attention"], "sliding_window": 64}
+    server = configured(hybrid, enable_prefix_caching=given, hf_overrides=both)
+    assert server.cache_config.enable_prefix_caching is False
+    assert any("prefix caching is off" in line for line in warnings) is (given is not False)
 
 
 def test_models_that_look_at_images_in_both_directions_are_served_as_text(tmp_path):

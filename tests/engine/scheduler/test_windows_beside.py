@@ -81,9 +81,10 @@ def test_what_windows_will_take_must_be_counted(monkeypatch: pytest.MonkeyPatch)
 PROMPT, LAST = list(range(8, 708)), list(range(5000, 5040))
 
 
-def found_in_windows(is_reset: bool) -> int:
-    """Blocks of others' windows that requests see where an earlier one is evicted or reset while it is read."""
-    simulation = server(100, cached=True)
+def found_beside(is_reset: bool, has_states: bool) -> int:
+    """Blocks of others' windows or states that requests see where an earlier one is evicted or reset while it is
+    read."""
+    simulation = server(0 if has_states else 100, cached=True, states=has_states)
     evicted = {"kv_eviction": "ada-snapkv", "kv_prefix_len": 300}
     simulation.add(make_request("a", PROMPT, 4, None if is_reset else evicted))
     for _ in range(3):
@@ -97,24 +98,30 @@ def found_in_windows(is_reset: bool) -> int:
     return simulation.windows.shared
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_windows_that_others_may_begin_with(is_reset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those behind an eviction, nor those of before a reset; without either rule they would be found."""
-    assert found_in_windows(is_reset) > 0
+def test_what_others_may_begin_with(
+    is_reset: bool, has_states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not windows and states behind an eviction, nor those of before a reset; without either rule they would be
+    found."""
+    assert found_beside(is_reset, has_states) > 0
     if is_reset:
         monkeypatch.setattr(Account, "invalidate", lambda self: None)
     monkeypatch.setattr(uncompressed, "whole_until", lambda plan: sys.maxsize)
     with pytest.raises(AssertionError, match="read before a reset" if is_reset else "evicted before"):
-        found_in_windows(is_reset)
+        found_beside(is_reset, has_states)
 
 
-def crowd(seed: int) -> None:
+def crowd(seed: int, **layers: Any) -> None:
     """Prompts about three documents on a server with memory for two or three; in the end nothing is held."""
     choose = random.Random(seed)
     pages, options = ROWS * choose.choice((2, 3)) * LONGEST // PAGE, {**OPTIONS, "policy": "full"}
     step, window = choose.choice((128, 512)), choose.choice((100, 300))
-    setup = Setup([(2, 2)], [pages], LONGEST, step, window=window, prefix_caching=True, options=options)
-    simulation = Simulation(setup)
+    layers = layers or {"window": window}
+    simulation = Simulation(
+        Setup([(2, 2)], [pages], LONGEST, step, prefix_caching=True, options=options, **layers)
+    )
     for index in range(30):
         document, length, rest = choose.randrange(3), choose.randrange(100, 700), choose.randrange(1, 80)
         prompt = [8 + (document * 131 + token) % 400 for token in range(length)]
@@ -127,6 +134,11 @@ def crowd(seed: int) -> None:
     ledger, pool = simulation.ledger, simulation.ledger.block_pool
     assert ledger.blocks is not None and ledger.books.used == [0]
     assert pool.get_num_free_blocks() + len(ledger.blocks.as_pages) == pool.num_gpu_blocks - 1
+
+
+def test_a_crowd_beside_states() -> None:
+    for seed in range(12):
+        crowd(seed, states=True)
 
 
 def test_cached_windows_do_not_become_pages(monkeypatch: pytest.MonkeyPatch) -> None:

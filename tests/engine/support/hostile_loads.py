@@ -217,7 +217,8 @@ def with_layers(load: Load, seed: int) -> Load:
     choose = random.Random(f"layers {seed}")
     window = choose.choice((0, 20, 100, 100, 300))
     states = not window or choose.random() < 0.2
-    is_cached = load.setup.prefix_caching and not states
+    # Not windows and states in one model, nor states that drafts would change.
+    is_cached = load.setup.prefix_caching and not (states and (window or load.setup.drafts))
     setup = dataclasses.replace(load.setup, window=window, states=states, prefix_caching=is_cached)
     return dataclasses.replace(load, setup=setup)
 

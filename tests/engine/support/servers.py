@@ -187,6 +187,7 @@ def make_config(setup: Setup) -> VllmConfig:
     model.get_total_num_kv_heads = lambda: room.num_model_kv_heads
     config.cache_config.block_size = PAGE
     config.cache_config.enable_prefix_caching = setup.prefix_caching
+    config.cache_config.mamba_cache_mode = "align" if setup.states and setup.prefix_caching else "none"
     config.cache_config.num_gpu_blocks = room.pages // room.rows
     if setup.drafts:
         config.speculative_config = SpeculativeConfig(
@@ -214,7 +215,8 @@ def _groups(setup: Setup) -> list[KVCacheGroupSpec]:
         specs.append(SlidingWindowSpec(sliding_window=setup.window, **shape))
     if setup.states:
         state = ((full.page_size_bytes,),)
-        specs.append(MambaSpec(block_size=setup.max_model_len, shapes=state, dtypes=(torch.int8,)))
+        size, mode = (PAGE, "align") if setup.prefix_caching else (setup.max_model_len, "none")
+        specs.append(MambaSpec(block_size=size, shapes=state, dtypes=(torch.int8,), mamba_cache_mode=mode))
     return [
         KVCacheGroupSpec([f"layers.{group * layers + layer}" for layer in range(layers)], spec)
         for group, spec in enumerate(specs)

@@ -237,7 +237,10 @@ def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None
     if args._api_process_count > 1 and args._api_process_rank >= 0:
         return
     if args.enable_prefix_caching is not False and not LayerMap.predicted(vllm_config).caches_prefixes:
-        logger.warning("KV eviction: prefix caching is off, since some layers of this model have states")
+        logger.warning(
+            "KV eviction: prefix caching is off, since vLLM copies blocks of models with both windows and states only "
+            "in part"
+        )
     if reason := overruled_memory(args.kv_cache_memory_bytes, vllm_config):
         logger.warning("KV eviction: %s", reason)
     if device is CPU:

@@ -151,8 +151,9 @@ class PageLedger(KVCacheManager):
 
     def new_step_starts(self) -> None:
         """Release what earlier steps held for a step only."""
-        super().new_step_starts()
+        # First, since vLLM lets nobody begin with a state that was cached after this.
         self.shared.new_step_starts()
+        super().new_step_starts()
         self.gate.new_step_starts()
 
     def allocate_slots(

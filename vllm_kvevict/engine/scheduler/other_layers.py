@@ -127,10 +127,11 @@ class OtherLayers:
         blocks, tokens, _ = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
         return self._manager.create_kv_cache_blocks(blocks), tokens
 
-    @property
-    def longest_window(self) -> int:
-        """Tokens that a later one may see of those before it; 0 where there are no windows."""
-        return max(getattr(x, "sliding_window", 0) for x in self._manager.coordinator.single_type_managers)
+    def can_end(self, tokens: int, end: int) -> bool:
+        """Whether they can still keep what they remember after ``end`` tokens of a request that has computed so many:
+        windows are not behind where they begin then, and a step can end there."""
+        window = max(getattr(x, "sliding_window", 1) for x in self._manager.coordinator.single_type_managers)
+        return tokens <= max(0, end - window)
 
     def cache(self, request: Request, tokens: int, ends: Collection[int]) -> None:
         """Let later requests begin with a request's first tokens, as many of ``ends`` as there are among so many."""
@@ -157,7 +158,10 @@ class OtherLayers:
 
     def blocks_to_begin(self, request: Request) -> int:
         """The most blocks that they will hold of a waiting request while it is read."""
-        return self._blocks_for(min(request.num_tokens, self._manager.max_model_len), 0)
+        blocks = self._blocks_for(min(request.num_tokens, self._manager.max_model_len), 0)
+        managers = self._manager.coordinator.single_type_managers
+        # A state that may be kept lies beside the one that follows it.
+        return blocks + sum(getattr(x, "mamba_cache_mode", None) == "align" for x in managers)
 
     def pages_beside(self, tokens: int) -> list[int]:
         """Pages of each rank in the blocks that they hold of a request that has read so many tokens."""

@@ -243,6 +243,36 @@ class EvictionScheduler(Scheduler):
         step.spend(request.request_id, left)
         return left
 
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Limit the tokens that a step computes of a prompt, so that layers with states keep them where others may go
+        on; vLLM asks where prefixes are cached.
+
+        Not if there is only room for the prompt when one step reads it whole.
+        """
+        found = num_new_local_computed_tokens, num_external_computed_tokens
+        start = request.num_computed_tokens + sum(found)
+        if start >= max(request.num_prompt_tokens, request.num_tokens - 1):
+            return num_new_tokens
+        left: int = super()._mamba_block_aligned_split(request, num_new_tokens, *found)
+        ends = self.kv_cache_manager.shared.uncompressed.ends(request)
+        left = min((end - start for end in ends if 0 < end - start < left), default=left)
+        return num_new_tokens if not start and self._fits_whole_only(request, num_new_tokens, left) else left
+
+    def _fits_whole_only(self, request: Request, whole: int, part: int) -> bool:
+        """Whether a prompt would begin now if a step computed ``whole`` tokens of it, and not with a part of them."""
+        ledger = self.kv_cache_manager
+        plan = ledger.plan(request)
+        reads_whole = part < plan.evicted_at and plan.is_read_by(min(whole, plan.evicted_at))
+        if not reads_whole or not ledger.bounds.gains_from_one_step(plan):
+            return False
+        return not ledger.gate.would_admit(request, part)
+
     def _cut_drafts(self, request: Request, num_new_tokens: int) -> int:
         """How many of the tokens a running request computes: no drafts that an answer of full length has no place for,
         or that would cost others their pages."""
@@ -292,7 +322,9 @@ class EvictionScheduler(Scheduler):
             return False
         soon = plan.prompt.end <= self._tokens_next_step()
         if ledger.gate.would_admit(request, num_new_tokens):
-            return soon and request.request_id not in self._postponed
+            # Where states are kept it is read in parts anyway.
+            is_in_parts = self.need_mamba_block_aligned_split
+            return soon and not is_in_parts and request.request_id not in self._postponed
         return soon or not ledger.bounds.fits(plan, request.num_tokens, in_one_step=False)
 
     def _tokens_next_step(self) -> int:

@@ -2,11 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.layers import LayerMap, is_evicted
@@ -30,6 +32,16 @@ def _no_connector_after_failure() -> Iterator[None]:
         raise
 
 
+def _spec(spec: KVCacheSpec, others_are_cached: bool) -> KVCacheSpec:
+    """What vLLM is to know of a layer."""
+    if is_evicted(spec):
+        return BoundedAttentionSpec.of(spec, others_are_cached)
+    if isinstance(spec, MambaSpec):
+        # Steps end where states are kept; within a step vLLM could not save one on a CPU.
+        return replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+    return spec
+
+
 class _EvictionMixin:
     """Installs the attention backend and hands each step's message to the runtime."""
 
@@ -51,10 +63,7 @@ class _EvictionMixin:
         vllm_config = get_runtime().vllm_config
         is_cached = vllm_config.cache_config.enable_prefix_caching
         others_are_cached = is_cached and not LayerMap.predicted(vllm_config).all_evicted
-        return {
-            name: BoundedAttentionSpec.of(spec, others_are_cached) if is_evicted(spec) else spec
-            for name, spec in specs.items()
-        }
+        return {name: _spec(spec, others_are_cached) for name, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
         # First, so that vLLM counts it among what the KV cache cannot have; where the user says how much that is, the

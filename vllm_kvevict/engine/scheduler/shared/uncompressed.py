@@ -119,6 +119,10 @@ class UncompressedPrefixes:
     def _keys_of(self, request: Request) -> UnitKeys:
         return unit_keys(request.block_hashes, self._unit // self._block)
 
+    def ends(self, request: Request) -> set[int]:
+        """Tokens at which others may go on with what layers that are not evicted remember of a request."""
+        return self._ends.get(request.request_id) or self._first_ends(request)
+
     def _first_ends(self, request: Request) -> set[int]:
         """Where others may go on, as far as is known when a request begins: they may have the same prompt, one that
         goes on behind it, or one with which it has less in common."""
@@ -209,7 +213,7 @@ class UncompressedPrefixes:
         others = self._books.others
         if not others.exist or end in self._ends[name]:
             return True
-        return account.tokens <= max(0, end - others.longest_window)
+        return others.can_end(account.tokens, end)
 
     def _will_leave(self, account: Account) -> bool:
         """Whether an account's prompt is likely to be there for others once it is read."""
