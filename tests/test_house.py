@@ -55,7 +55,7 @@ APART = {
 
 CLOSELY_LOOKED_AT = ("engine.scheduler.", "schedules.", "cache.")
 
-LARGE_CLASSES = {"PagedKVCache": 24, "PageLedger": 22}
+LARGE_CLASSES = {"PagedKVCache": 24, "PageLedger": 23}
 """Classes with more than 20 public methods, and how many they have."""
 
 SET_FROM_OUTSIDE = {

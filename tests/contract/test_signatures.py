@@ -242,7 +242,7 @@ OURS: dict[tuple[str, str], tuple[list[str], str]] = {
     ("scheduler/ledger.py", "PageLedger"): (
         [f"{MANAGER}:KVCacheManager"],
         "__init__ new_step_starts allocate_slots get_computed_blocks reset_prefix_cache estimate_cached_tokens usage "
-        "free pop_blocks_for_free cache_blocks remove_skipped_blocks get_blocks",
+        "free pop_blocks_for_free cache_blocks take_kv_cache_block_copies remove_skipped_blocks get_blocks",
     ),
     ("scheduler/other_layers.py", "OtherLayers"): ([f"{MANAGER}:KVCacheManager"], "__init__"),
     ("scheduler/blocks.py", "NoBlocks"): ([f"{MANAGER}:KVCacheBlocks"], "get_block_ids"),

@@ -141,6 +141,42 @@ def test_a_crowd_beside_states() -> None:
         crowd(seed, states=True)
 
 
+def crowd_of_prefixes(seed: int, columns: int = 40, **layers: Any) -> Simulation:
+    """Questions about documents, and conversations, all of which are compressed; in the end nothing is held."""
+    choose = random.Random(seed)
+    options = {**OPTIONS, "budget": 0.3, "decode_reserve": 1, "min_turn": 32}
+    sizes = {"prefix_caching": True, "options": options, "depth": choose.choice((1, 3)), **layers}
+    simulation = Simulation(
+        Setup([(2, 2)], [ROWS * columns], LONGEST, choose.choice((128, 512)), **sizes), seed
+    )
+    for index in range(24):
+        document = choose.randrange(3)
+        ends = [60 + 140 * turn + 37 * document for turn in range(choose.randrange(1, 5))]
+        prompt = [8 + (document * 131 + token) % 400 for token in range(ends[-1])]
+        prompt += [choose.randrange(8, 400) for _ in range(choose.randrange(1, 80))]
+        fields = {"kv_turns": ends} if index % 3 else {"kv_prefix_len": ends[0]}
+        simulation.add(make_request(f"r{index}", prompt, choose.choice((1, 20, 100)), fields))
+        for _ in range(choose.randrange(20)):
+            simulation.step()
+        if choose.random() < 0.2:
+            simulation.abort(choose.choice([f"r{number}" for number in range(index + 1)]))
+    simulation.run(20_000)
+    simulation.reset()
+    simulation.add(make_request("last", 5, 3))
+    simulation.run(100)
+    ledger, pool = simulation.ledger, simulation.ledger.block_pool
+    assert ledger.blocks is not None and ledger.books.held == [0] and not ledger.others.snapshots.references()
+    assert pool.get_num_free_blocks() + len(ledger.blocks.as_pages) == pool.num_gpu_blocks - 1
+    return simulation
+
+
+@pytest.mark.parametrize("layers", [{"window": 100}, {"window": 300}, {"states": True}], ids=str)
+@pytest.mark.parametrize("columns", [33, 100])
+def test_compressed_prefixes_beside_other_layers(columns: int, layers: dict[str, Any]) -> None:
+    """Everybody ends, in whatever they begin; what is found there is what its first reader has left."""
+    assert sum(crowd_of_prefixes(seed, columns, **layers).workers.hits for seed in range(3)) > 3
+
+
 def test_cached_windows_do_not_become_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a request is about to begin with them; else some would."""
     for seed in range(12):

@@ -10,6 +10,8 @@ from vllm import LLM
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
+from tests.engine.support.conversations import conversation, found_by, questions
+from tests.engine.support.masked import check_logits
 from tests.engine.support.running import (
     Answer,
     Ask,
@@ -120,6 +122,35 @@ def test_cached_prefixes_beside_other_layers(models, architecture, monkeypatch):
         assert ledger.blocks.beyond_withheld(ledger.blocks.of_others) == 0
     assert_same(expected, answers, kept=False)
     assert not any(none) and sum(map(bool, found)) > len(asks) // 2, found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3_text", "granitemoehybrid", "falcon_h1"])
+@pytest.mark.parametrize("chunk", [1024, 96])
+def test_compressed_prefixes_beside_other_layers(models, architecture, chunk):
+    """What is found of a document, or of the turns before, ends anywhere in a block, and changes no answer."""
+    documents = {"ada-snapkv": (199, 20), "lava": (256, 256), "streaming-llm": (193, 64)}
+    asks, expected_found = [], []
+    for seed, (policy, (document, rest)) in enumerate(documents.items()):
+        lengths = [document + rest + more for more in (0, 36, 1)]
+        asks += questions(policy, seed, lengths, document, prefix_len=document, max_tokens=5)
+        expected_found += [0, document, document]
+    for chat in (conversation("ada-snapkv", 3), conversation("keydiff", 4)):
+        asks += chat
+        expected_found += [found_by(chat[: count + 1]) - found_by(chat[:count]) for count in range(len(chat))]
+    settings = CACHING | {"max_num_batched_tokens": chunk, "eviction": {"min_turn": 16}}
+    if architecture in WITH_STATES:
+        del settings["block_size"]
+    with evicting_engine(models(architecture), **settings | {"enable_prefix_caching": False}) as llm:
+        expected = run(llm, asks, logits=True)
+    for ask, answer in zip(asks, expected, strict=True):
+        check_logits(models(architecture), ask, answer, ask.turns, atol=1e-4, rtol=1e-4)
+    with evicting_engine(models(architecture), **settings) as llm:
+        answers, found = asked_in_turns(llm, asks, logits=True)
+        assert found == expected_found
+        assert_same(expected, answers, kept=False)
+        llm.reset_prefix_cache()
+        assert_same(expected, run(llm, asks, logits=True), kept=False)
 
 
 @pytest.mark.engine

@@ -1,7 +1,6 @@
 """What the blocks of layers with a sliding window, or a state, hold in a simulation: a request sees there nothing but
 its own."""
 
-import sys
 from dataclasses import dataclass
 
 from vllm.utils.math_utils import cdiv
@@ -11,6 +10,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindo
 from vllm.v1.request import Request
 
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.schedules.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,25 @@ class Written:
     """Of a block: by which admission of which request, before which reset, and of which tokens.
 
     Attributes:
-        until: tokens of that request up to which nothing of it was evicted; what is remembered behind them depends on
-            what was left.
+        hashes, tokens, plan: of that request. What is remembered behind an eviction depends on what was left.
         end: tokens that its last one was written after.
     """
 
     owner: tuple[str, int]
     resets: int
-    until: int
     hashes: list
+    tokens: list
+    plan: Plan
     end: int
+
+
+def _evicted_before(plan: Plan, end: int) -> list[tuple]:
+    """How requests with a plan were evicted before so many tokens."""
+    return [
+        (part.begins, part.end, part.config.policy, part.config.items, positions)
+        for part in plan.parts
+        if (positions := [x for x in part.positions if x < end])
+    ]
 
 
 def _is_cached(manager: object) -> bool:
@@ -53,6 +62,12 @@ class WindowBlocks:
         for manager in managers:
             for blocks in manager.req_to_blocks.values():
                 assert pages.isdisjoint(block.block_id for block in blocks), "a block is of windows and pages"
+        copies = [(x.src_block_id, x.dst_block_id) for x in output.kv_cache_block_copies or ()]
+        assert not {x for x, _ in copies} & {x for _, x in copies}, "copies of a step are made at once"
+        for source, copy in copies:
+            for group in (x.kv_cache_group_id for x in managers):
+                if (group, source) in self._written:
+                    self._written[group, copy] = self._written[group, source]
         for name, count in output.num_scheduled_tokens.items() if managers else ():
             request = scheduler.requests.get(name)
             if request is not None:
@@ -83,20 +98,21 @@ class WindowBlocks:
             assert not is_state or found.end == first, (
                 f"{owner} goes on at {first} with the state at {found.end}"
             )
-            self._check(found, owner, index, size, request, admitted)
-        until = ledger.plan(request).next_eviction(0) or sys.maxsize
-        written = Written(owner, admitted, until, list(request.block_hashes), first + count)
+            if found.owner != owner:
+                self._check(found, owner, min(first, (index + 1) * size), size, request, ledger.plan(request))
+                assert found.resets == admitted, f"{owner} begins with a block read before a reset"
+        tokens = list(request.all_token_ids)
+        hashes, plan = list(request.block_hashes), ledger.plan(request)
+        written = Written(owner, admitted, hashes, tokens, plan, first + count)
         last = cdiv(first + count, size)
         for index in range(last - 1 if is_state else first // size, last):
             self._written[group, blocks[index].block_id] = written
 
     def _check(
-        self, found: Written, owner: tuple[str, int], index: int, size: int, request: Request, admitted: int
+        self, found: Written, owner: tuple[str, int], end: int, size: int, request: Request, plan: Plan
     ) -> None:
-        if found.owner == owner:
-            return
         self.shared += 1
-        what = f"{owner} begins with block {index} of {found.owner}"
-        assert found.hashes[: index + 1] == request.block_hashes[: index + 1], f"{what}, who has other tokens"
-        assert found.resets == admitted, f"{what}, read before a reset"
-        assert (index + 1) * size <= found.until, f"{what}, evicted before"
+        what, whole = f"{owner} begins with tokens of {found.owner} up to {end}", end // size
+        assert found.hashes[:whole] == request.block_hashes[:whole], f"{what}, who has others"
+        assert found.tokens[:end] == list(request.all_token_ids[:end]), f"{what}, who has others"
+        assert _evicted_before(found.plan, end) == _evicted_before(plan, end), f"{what}, evicted before"

@@ -67,7 +67,11 @@ class Books:
     @property
     def free(self) -> list[int]:
         """The same without what other layers hold."""
-        return [left - beside for left, beside in zip(self.left, self.others.pages(), strict=True)]
+        return self.free_beside(0)
+
+    def free_beside(self, blocks: int) -> list[int]:
+        """The same if other layers hold so many blocks besides."""
+        return [left - beside for left, beside in zip(self.left, self.others.pages(blocks), strict=True)]
 
     def room_for_drafts(self, accounts: Iterable[Account]) -> list[int]:
         """Pages of each rank that draft tokens may take in the next step: the free ones, less those that accounts

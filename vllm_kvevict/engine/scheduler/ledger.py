@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kvevict.cache.counts import PageCount
@@ -26,6 +27,7 @@ from vllm_kvevict.engine.scheduler.books import Books
 from vllm_kvevict.engine.scheduler.check import verify
 from vllm_kvevict.engine.scheduler.extra_tokens import ExtraTokensSlot
 from vllm_kvevict.engine.scheduler.gate import Gate
+from vllm_kvevict.engine.scheduler.nodes import plus
 from vllm_kvevict.engine.scheduler.other_layers import OtherLayers
 from vllm_kvevict.engine.scheduler.outbox import Outbox
 from vllm_kvevict.engine.scheduler.requests import KeysOf, NextKey, Requests
@@ -74,9 +76,7 @@ class PageLedger(KVCacheManager):
         self._blocks_kept, self._fewest_read = blocks_kept, fewest_read
         self._waiting_requests, self._tokens_left = waiting_requests, tokens_left
         self._block = kwargs["hash_block_size"]
-        # What other layers remember at the end of a compressed prefix is not kept.
-        caches_compressed = self.enable_caching and not blocks_kept
-        self._keys_of: KeysOf = prefix_keys if caches_compressed else lambda request, plan: {}
+        self._keys_of: KeysOf = prefix_keys if self.enable_caching else lambda request, plan: {}
         self._next_key = next_key
         self.empty_kv_cache_blocks = NoBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
         self.ranks: list[int] = []
@@ -232,15 +232,28 @@ class PageLedger(KVCacheManager):
     def _allocate_others(
         self, request: Request, account: Account, need: Need, is_new: bool, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        """Blocks for the layers that are not evicted, for which cached segments that nobody uses are dropped; None if
-        there are too few even so."""
+        """Blocks for the layers that are not evicted, for which cached KV goes that nobody uses; None if there are too
+        few even so. For a new request nothing goes in vain."""
+        new = account if is_new else None
         while True:
             held = zip(self.books.held, need[0], account.held, strict=True)
             pages = [of_all + new - old for of_all, new, old in held]
             promised = self.books.promised if is_new else [0] * len(pages)
             blocks = self.others.allocate(pages, promised, request, *args, **kwargs)
-            if blocks is not None or not self.shared.drop_segment(account if is_new else None):
+            if blocks is not None or (new and self._lacks_blocks(request, new, plus(pages, promised), *args)):
                 return blocks
+            if not self.shared.drop_next(new):
+                return None
+
+    def _lacks_blocks(self, request: Request, new: Account, pages: list[int], *step: Any) -> bool:
+        """Whether other layers have too few blocks for a new request, whatever is dropped.
+
+        Args:
+            pages: of each rank that there have to be beside those that can be dropped.
+        """
+        dropped = self.shared.droppable_pages(new, in_blocks_of_others=False)
+        staying = [held - fewer for held, fewer in zip(pages, dropped, strict=True)]
+        return self.others.lacks(request, staying, new.prefix.snapshot if new.prefix else None, *step)
 
     def _admit(self, request: Request, account: Account) -> None:
         """Open the request's account for good; the workers hear of it with this step."""
@@ -300,6 +313,8 @@ class PageLedger(KVCacheManager):
         found = self.shared.find(request)
         longest = found.tokens if found else 0
         while found is not None and self.others.exist:
+            if found.prefix is not None and (snapshot := found.prefix.snapshot):
+                return self.create_kv_cache_blocks(snapshot.blocks), found, longest
             blocks, tokens = self.others.find(request, found.tokens)
             if tokens == found.tokens:
                 return blocks, found, longest
@@ -406,6 +421,14 @@ class PageLedger(KVCacheManager):
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Nothing to hash: that is the store's."""
+
+    def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
+        """Blocks that workers copy before the step, and those that have a reference until they are told."""
+        copies, retained = super().take_kv_cache_block_copies()
+        for pair in self.others.snapshots.due_copies():
+            copies.append(KVCacheBlockCopy(*(block.block_id for block in pair)))
+            retained += pair
+        return copies, retained
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         if self.others.exist:

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
 
 from vllm_kvevict.cache.counts import PageCount
+from vllm_kvevict.engine.scheduler.snapshots import Snapshot
 
 
 def plus(*pages: Sequence[int]) -> list[int]:
@@ -87,6 +88,9 @@ class Prefix(Node):
             nothing.
         full_pages: its own of each rank that it fills itself, which all of its borrowers use.
         borrowers: ids of the requests that use them, and pages of no prefix that follows it.
+        snapshot: what layers that are not evicted remember at its end. Without it, where there are such layers, no
+            request begins with it, but with those that follow it.
+        is_found: whether a request has begun with it since the last one that follows it was stored.
         storing: how many of itself and those that follow are being stored.
         is_shared: whether several requests use pages of it.
         shared: of how many of these that is so. None of them goes, nor what they follow.
@@ -104,6 +108,8 @@ class Prefix(Node):
     filled_for: set[str] = field(default_factory=set)
     kept: dict[int, PageCount] = field(default_factory=dict)
     borrowers: set[str] = field(default_factory=set)
+    snapshot: Snapshot | None = None
+    is_found: bool = False
     storing: int = 0
     is_shared: bool = False
     shared: int = 0
@@ -120,6 +126,7 @@ class Prefix(Node):
         self.parent = parent
         if parent is None:
             return None
+        parent.note_found(False)
         may_fill = not parent.filled_by and not parent.filled_for
         if may_fill:
             parent.be_filled([0] * len(self.held))
@@ -182,6 +189,19 @@ class Prefix(Node):
     def be_filled(self, pages: Sequence[int]) -> None:
         """So many of its own pages of each rank are full with what follows it."""
         self.filled = list(pages)
+
+    def note_found(self, is_found: bool) -> None:
+        """A request begins with it, or one that follows it is stored."""
+        self.is_found = is_found
+
+    def remember(self, snapshot: Snapshot | None) -> None:
+        """What layers that are not evicted remember at its end; None any more."""
+        self.snapshot = snapshot
+
+    @property
+    def awaits_snapshot(self) -> bool:
+        """Whether requests can begin with it as soon as states were copied."""
+        return self.snapshot is not None and not self.snapshot.is_complete
 
     def lose(self, name: str) -> None:
         """A request does not go on right behind it any more."""

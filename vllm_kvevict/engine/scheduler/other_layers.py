@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import PATIENCE
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
+from vllm_kvevict.engine.scheduler.snapshots import Snapshot, Snapshots
 from vllm_kvevict.schedules.base import RankCapacity
 
 PADDING = 1
@@ -27,12 +28,16 @@ class OtherLayers:
     Args:
         blocks: which ones are pages; None where all layers are evicted, and all memory is pages for good.
         block: tokens of one of vLLM's blocks.
+
+    Attributes:
+        snapshots: what other layers remember of compressed prefixes.
     """
 
     def __init__(
         self, manager: KVCacheManager, blocks: SharedBlocks | None, ranks: Sequence[RankCapacity], block: int
     ):
         self._manager, self._blocks, self._block = manager, blocks, block
+        self.snapshots = Snapshots(manager)
         self._pages_per_block = [rank.pages // blocks.most if blocks else 0 for rank in ranks]
 
     @property
@@ -65,7 +70,7 @@ class OtherLayers:
         for account in accounts:
             soon += account.beside[0] if account.is_reading else account.beside[1]
             later += account.beside[1]
-        now = self._blocks.of_others
+        now = self._blocks.of_others - self.snapshots.blocks_without()
         if new.num_preemptions < PATIENCE and all(account.epoch <= PATIENCE for account in accounts):
             later = now
         # Blocks behind a window are given back a step late.
@@ -121,6 +126,47 @@ class OtherLayers:
                     result = allocate()
         return result
 
+    def lacks(self, request: Request, pages: Sequence[int], kept: Snapshot | None, *step: Any) -> bool:
+        """Whether there are too few blocks for a waiting request even without snapshots, but the one that it begins
+        with.
+
+        Args:
+            pages: of each rank that there have to be then.
+            step: as of :meth:`allocate`.
+        """
+        assert self._blocks is not None
+        _, found_tokens, found = step
+        tokens = min(request.num_tokens, self._manager.max_model_len)
+        needed = self._manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=tokens,
+            new_computed_blocks=found.blocks if found_tokens else self._manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=found_tokens,
+            num_local_computed_tokens=found_tokens,
+            num_tokens_main_model=tokens,
+            apply_admission_cap=True,
+            prefill_end=tokens,
+        )
+        held = self._blocks.of_others - self.snapshots.blocks_without(kept)
+        return held + self._covering(pages) + needed > self._blocks.most + self._blocks.withheld
+
+    def pages_without_snapshots(self, kept: Snapshot | None) -> list[int]:
+        """Pages of each rank that there would be besides without snapshots, but one."""
+        fewer = self.snapshots.blocks_without(kept)
+        return [now - then for now, then in zip(self.pages(), self.pages(-fewer), strict=True)]
+
+    def make_snapshot(self, request_id: str, tokens: int, pages: Sequence[int]) -> Snapshot | None:
+        """A snapshot of a request, for which there are blocks beside so many pages of each rank; None where all layers
+        are evicted."""
+        if self._blocks is None:
+            return None
+        if self._manager.block_pool.get_num_free_blocks() < self.snapshots.new_blocks:
+            self._blocks.shrink(self._covering(pages))
+        is_enough = self._blocks.grow(self._covering(pages))
+        assert is_enough
+        return self.snapshots.make(request_id, tokens)
+
     def find(self, request: Request, most: int) -> tuple[KVCacheBlocks, int]:
         """Cached blocks that a waiting request begins with if other layers remember what it needs of them, and how many
         tokens it begins with then, at most so many."""
@@ -149,6 +195,21 @@ class OtherLayers:
         """As of :meth:`SharedBlocks.invalidate`."""
         if self._blocks is not None:
             self._blocks.invalidate()
+
+    def check(self) -> None:
+        """Check mode: no block has fewer references than who uses it. Raises RuntimeError if one has."""
+        if self._blocks is None:
+            return
+        refs = self.snapshots.references()
+        refs.update(block.block_id for block in self._blocks.as_pages)
+        for manager in self._manager.coordinator.single_type_managers:
+            for blocks in manager.req_to_blocks.values():
+                refs.update(block.block_id for block in blocks if not block.is_null)
+        for number, count in refs.items():
+            if self._manager.block_pool.blocks[number].ref_cnt < count:
+                raise RuntimeError(
+                    f"kv eviction check: block {number} has {count} users, and fewer references"
+                )
 
     def end_of_blocks(self, tokens: int) -> int:
         """How many tokens the blocks of a request with so many tokens have room for."""

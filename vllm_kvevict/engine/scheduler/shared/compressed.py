@@ -12,7 +12,8 @@ one follows: what a prompt in parts leaves forms a chain, with a branch wherever
     dropped    its pages are needed, or the cache was reset; a single request that uses it keeps the pages
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from operator import sub
 
 from vllm.logger import init_logger
 from vllm.v1.request import Request
@@ -67,6 +68,13 @@ class CompressedPrefixes(Graph[Prefix]):
         keys = reversed(self._requests.keys(request).values())
         return next((self._by_key[key][0] for key in keys if key in self._by_key), None)
 
+    def lookup(self, key: Hashable) -> Prefix | None:
+        """As of :meth:`Graph.lookup`; beside other layers only with what these remember."""
+        prefix = super().lookup(key)
+        if prefix is None or not self._books.others.exist:
+            return prefix
+        return prefix if prefix.snapshot is not None and prefix.snapshot.is_complete else None
+
     def knows_all(self, request: Request) -> bool:
         """Whether there is a prefix, or is going to be, of all that is evicted of a request. Changes nothing."""
         return self.knows(self._requests.keys(request).get(self._requests.plan(request).evicted_at))
@@ -112,6 +120,7 @@ class CompressedPrefixes(Graph[Prefix]):
         """A request was admitted: it borrows a prefix, and others may wait for those that it reads."""
         if account.prefix is not None:
             self.retain(account.prefix, request.request_id)
+            account.prefix.note_found(True)
         begins = 0 if account.prefix is None else account.prefix.tokens
         producer = request.request_id, account.epoch
         for tokens, key in self._requests.keys(request).items():
@@ -142,8 +151,8 @@ class CompressedPrefixes(Graph[Prefix]):
         prefix = self.produced_by(name, account.epoch, account.tokens)
         if prefix is None:
             return
-        copies = [rank.rows for rank in self._books.ranks]
-        if not self._make_room_for(copies):
+        copies, others = [rank.rows for rank in self._books.ranks], self._books.others
+        if not self._make_room_for(copies, others.snapshots.new_blocks if others.exist else 0):
             logger.debug(
                 "KV eviction: the prefix of request %s is not cached, because it does not fit the pool", name
             )
@@ -154,6 +163,8 @@ class CompressedPrefixes(Graph[Prefix]):
         self.outbox.store(name, StorePrefix(prefix.number, None if fills is None else fills.number))
         self._count_storing(prefix, 1)
         self.hold(prefix, copies)
+        pages = plus(self._books.held, self._books.promised)
+        prefix.remember(others.make_snapshot(name, prefix.tokens, pages))
 
     def _count_storing(self, prefix: Prefix, more: int) -> None:
         """A prefix begins to be stored (1), or is not any more (-1)."""
@@ -161,14 +172,12 @@ class CompressedPrefixes(Graph[Prefix]):
             entry.storing += more
             self._count(entry)
 
-    def _make_room_for(self, pages: Sequence[int]) -> bool:
-        while self.is_full or any(more > left for more, left in zip(pages, self._books.free, strict=True)):
+    def _make_room_for(self, pages: Sequence[int], blocks: int) -> bool:
+        while self.is_full or min(map(sub, self._books.free_beside(blocks), pages)) < 0:
             if not self.is_full and (self._segments.drop_one() or self._tails.drop_one()):
                 continue
-            unused = self.next_to_drop(None, even_borrowed=False)
-            if unused is None:
+            if not self._drop_unused(None, even_borrowed=False):
                 return False
-            self.drop(unused)
         return True
 
     def on_report(self, prefix: Prefix, rank: int, count: PageCount, filled: int) -> None:
@@ -257,7 +266,7 @@ class CompressedPrefixes(Graph[Prefix]):
         is_new = not prefix.borrowers.isdisjoint(self.outbox.admitted)
         return prefix.is_ready and prefix.page_refs <= 1 and not prefix.children and not is_new
 
-    def next_to_drop(self, untouchable: Prefix | None, even_borrowed: bool) -> Prefix | None:
+    def _next_to_drop(self, untouchable: Prefix | None, even_borrowed: bool) -> Prefix | None:
         """The prefix that goes next to make room, but for one; it frees something, or one does that goes after it.
         Changes nothing."""
         for prefix in self.droppable(self):
@@ -266,6 +275,42 @@ class CompressedPrefixes(Graph[Prefix]):
             if prefix is not untouchable and any(any(entry.counted.freed) for entry in prefix.chain()):
                 return prefix
         return None
+
+    def drop_next(self, untouchable: Prefix | None, even_borrowed: bool) -> bool:
+        """Drop what goes next to make room, or part with a snapshot; whether there was any.
+
+        Args:
+            untouchable: that stays, with its snapshot.
+            even_borrowed: whether those may go that one request borrows.
+        """
+        if self._drop_unused(untouchable, even_borrowed):
+            return True
+        return self._release_one(prefix for prefix in self if prefix is not untouchable)
+
+    def _drop_unused(self, untouchable: Prefix | None, even_borrowed: bool) -> bool:
+        """The same, but for snapshots with which requests may begin soon. A long conversation keeps the last one."""
+        passed = (x for x in self if x.children == 1 and not x.is_found and x is not untouchable)
+        if self._release_one(passed):
+            return True
+        unused = self._next_to_drop(untouchable, even_borrowed)
+        if unused is not None:
+            self.drop(unused)
+        return unused is not None
+
+    def _release_one(self, prefixes: Iterable[Prefix]) -> bool:
+        """Part with the first snapshot of prefixes; whether there was any."""
+        if not self._books.others.exist:
+            return False
+        prefix = next((x for x in prefixes if x.snapshot is not None), None)
+        if prefix is not None:
+            self._release(prefix)
+        return prefix is not None
+
+    def _release(self, prefix: Prefix) -> None:
+        """Part with what other layers remember of a prefix: only those that follow it are found."""
+        if prefix.snapshot is not None:
+            self._books.others.snapshots.release(prefix.snapshot)
+            prefix.remember(None)
 
     def droppable_pages(self, untouchable: Prefix | None = None) -> list[int]:
         """Pages of each rank that are free once all are dropped that may be, one after the other, apart from one and
@@ -290,6 +335,7 @@ class CompressedPrefixes(Graph[Prefix]):
     def _remove(self, node: Prefix) -> None:
         if node.parent is not None:
             node.parent.adopt(node)
+        self._release(node)
         super()._remove(node)
 
     def invalidate(self) -> bool:
@@ -302,6 +348,8 @@ class CompressedPrefixes(Graph[Prefix]):
         for prefix in known:
             if prefix not in self:
                 self._cancel(prefix)
+        for prefix in self:
+            self._release(prefix)
         return super().invalidate() and not any(map(self._producer_goes_on, self))
 
     def _producer_goes_on(self, prefix: Prefix) -> bool:

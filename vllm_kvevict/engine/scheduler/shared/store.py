@@ -61,6 +61,7 @@ class SharedStore:
     def new_step_starts(self) -> None:
         """What earlier steps have left can be used, and who waits is found out anew."""
         self.uncompressed.new_step_starts()
+        self._books.others.snapshots.new_step_starts()
         self._awaited.clear()
 
     # Who begins with what.
@@ -140,7 +141,7 @@ class SharedStore:
         prefix = self.compressed.known(request)
         if prefix is None:
             return self.uncompressed.awaited(request)
-        if prefix.is_ready:
+        if prefix.is_ready and not prefix.awaits_snapshot:
             self.compressed.touch(prefix)
             return None
         self._inherit_priority(prefix, request)
@@ -185,16 +186,16 @@ class SharedStore:
         self._segments.drop_until(fits, kept)
         self.tails.make_room(fits, new)
         while not books.fits(account, need):
-            prefix = self.compressed.next_to_drop(untouchable, is_enough)
-            if prefix is None:
+            if not self.compressed.drop_next(untouchable, is_enough):
                 return None
-            self.compressed.drop(prefix)
             need = account.need_at(tokens)
         return need
 
-    def drop_segment(self, new: Account | None) -> bool:
-        """Drop a segment that no request uses, nor begins with; whether there was one."""
-        return self._segments.drop_one(None if new is None else new.segment)
+    def drop_next(self, new: Account | None) -> bool:
+        """Drop what goes next to make room for blocks of other layers, but for what a new request begins with; whether
+        there was any."""
+        untouchable, kept = (None, None) if new is None else (new.prefix, new.segment)
+        return self._segments.drop_one(kept) or self.compressed.drop_next(untouchable, even_borrowed=False)
 
     def advance(self, request: Request, account: Account, tokens: int, longest: int) -> None:
         """A step takes a request to so many tokens. Others may begin with what it has read before it is evicted, and
@@ -243,14 +244,23 @@ class SharedStore:
         self.compressed.check(account.prefix for account in accounts)
         self._segments.check(account.segment for account in accounts)
         self.tails.check(())
+        self._books.others.check()
 
     # What goes.
 
-    def droppable_pages(self, new: Account | None = None) -> list[int]:
-        """Pages of each rank that would be freed if all went that may, but what a new request begins with."""
+    def droppable_pages(self, new: Account | None = None, in_blocks_of_others: bool = True) -> list[int]:
+        """Pages of each rank that would be freed if all went that may, but what a new request begins with.
+
+        Args:
+            in_blocks_of_others: whether those count in whose place there are snapshots.
+        """
         untouchable, kept = (None, None) if new is None else (new.prefix, new.segment)
         of_prefixes, of_tails = self.compressed.droppable_pages(untouchable), self.tails.droppable_pages(new)
-        return plus(of_prefixes, of_tails, self._segments.droppable_pages(kept))
+        pages = plus(of_prefixes, of_tails, self._segments.droppable_pages(kept))
+        if not in_blocks_of_others:
+            return pages
+        snapshot = None if untouchable is None else untouchable.snapshot
+        return plus(pages, self._books.others.pages_without_snapshots(snapshot))
 
     def pinned(self, new: Account) -> tuple[list[int], list[int]]:
         """Pages of each rank that are nobody's own and cannot be dropped if one more request begins: while it is read,

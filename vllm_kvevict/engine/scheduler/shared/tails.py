@@ -81,6 +81,7 @@ class Tails(Graph[Tail]):
                 self.outbox.drop(account.tail.number)
         elif (
             request.is_finished()
+            and not self._books.others.exist  # of which nothing is known behind the prefix
             and account.prefix is not None
             and _holds_all_behind(account, account.prefix)
         ):
