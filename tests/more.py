@@ -31,7 +31,7 @@ PAGES_AND_QUALITY = {
     "engine/served/test_decisions.py": "test_a_real_model",
     "engine/served/test_lm_eval.py": ".",
     "engine/served/test_quality_turns.py": ".",
-    "inspection/test_browser.py": "test_a_prompt_of_32k|test_a_page_that_stalls",
+    "inspection/test_browser.py": "test_a_prompt_of_32k",
     "quality/test_quality_run.py": "test_killed_runs",
 }
 FAULTS_AND_SURROUNDINGS = {

@@ -19,7 +19,6 @@ from tests.engine.support.running import (
     run_aborted,
     run_preempted,
 )
-from vllm_kvevict.engine.scheduler import keys
 
 CHAINS = [
     *((policy, 0) for policy in ("ada-snapkv", "lava", "layer-defensivekv", "kvzip", "keydiff", "h2o")),
@@ -87,16 +86,6 @@ def test_who_begins_with_a_first_part(model, read, monkeypatch) -> None:
             answer = run(llm, [ask], recorded=False)[0]
             assert metric(llm, "prefix_cache_hits") - before == found, ask
         assert answer.tokens == read["ada-snapkv", WHOLE][1].tokens
-
-
-@pytest.mark.engine
-def test_a_compressed_part_in_its_place_is_noticed(model, read, monkeypatch) -> None:
-    """The control: were it found by its tokens alone, what another request has compressed would be taken for it."""
-    monkeypatch.setattr(keys, "_how", lambda part: (part.begins, part.end))
-    with evicting_engine(model, eviction=OPTIONS, **CACHING) as llm:
-        run(llm, [another("ada-snapkv")], recorded=False)
-        answer = run(llm, [another("ada-snapkv", whole=WHOLE)], recorded=False)[0]
-        assert answer.tokens != read["ada-snapkv", WHOLE][1].tokens
 
 
 @pytest.mark.engine
