@@ -16,7 +16,6 @@ from tests.engine.support.running import (
     metric,
     num_preemptions,
     run,
-    run_aborted,
     run_preempted,
 )
 
@@ -47,21 +46,6 @@ def test_preempted(model, read, policy: str, whole: int) -> None:
             assert_same(read[policy, whole], run(llm, asks, recorded=False), kept=False)
             assert llm.reset_prefix_cache()
         assert num_preemptions(llm) >= 5
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip"])
-def test_a_reader_that_goes(model, read, policy: str) -> None:
-    """The second of two requests that share three parts, whatever the first has left of them by then."""
-    first, second = asked(policy)[4:6]
-    aborts = 0
-    with evicting_engine(model, eviction=OPTIONS, **{**CACHING, "max_num_batched_tokens": 64}) as llm:
-        for steps in range(1, 17):
-            gone, tokens = run_aborted(llm, [first, second], [steps, 0])
-            assert tokens == read[policy, 0][5].tokens, steps
-            aborts += gone is None
-            assert llm.reset_prefix_cache()
-    assert aborts >= 10
 
 
 def another(policy: str, **fields: Any) -> Ask:
