@@ -5,6 +5,7 @@ fetched from the Python package index once; where it cannot be had, to the proje
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from vllm_kvevict.policies import available
 from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.endpoint import Endpoint, EndpointError
 from vllm_kvevict.quality.results import Column
-from vllm_kvevict.schedules.reports import read_evictions
+from vllm_kvevict.schedules.reports import EvictionRecord
 
 EVICTIONS = SCRATCH / "evictions.jsonl"
 PROMPTS_IN_POOL = 4
@@ -153,8 +154,8 @@ async def show(arguments: argparse.Namespace) -> None:
     rounds, asked = await run(arguments, real, columns)
     console.print()
     summary(console, "the same load on both", load, None, rounds)
-    if first := next(read_evictions(EVICTIONS), None):
-        console.print(kept_table(first))
+    if lines := EVICTIONS.read_text().splitlines():
+        console.print(kept_table(EvictionRecord(**json.loads(lines[0]))))
     console.print(answers_table(checkpoint.NAME if real else "the small model", columns, asked))
     console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
 
