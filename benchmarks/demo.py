@@ -15,13 +15,14 @@ from pathlib import Path
 
 from openai import OpenAIError
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.harness.answers import Asked, answers_table, ask, kept, needle_question, real_questions
 from benchmarks.harness.bench import Bench, summary
-from benchmarks.harness.kept import kept_table
 from benchmarks.harness.options import add, add_dtype, add_start_patience, budget, whole
 from benchmarks.harness.scenarios import SCRATCH, STOCK, Round, Scenario
 from benchmarks.harness.server import Server, alone, cpu_environment, run_benchmark
+from benchmarks.harness.tables import table
 from benchmarks.quality import NEEDLE
 from vllm_kvevict.policies import available
 from vllm_kvevict.quality import checkpoint
@@ -135,6 +136,18 @@ async def ask_real_model(
     async with server, Endpoint(f"{server.url}/v1") as endpoint:
         await endpoint.find_model(None)
         return await ask(endpoint, await real_questions(endpoint), columns)
+
+
+def kept_table(eviction: EvictionRecord) -> Table:
+    """Entries kept by each layer and KV head of one request."""
+    heads = [f"KV head {head}" for head in range(len(eviction.heads[0]))]
+    title = f"What one request kept of its {eviction.tokens:,} prompt tokens ({eviction.policy})"
+    shown = table(title, [], ["layer", *heads, "layer kept"])
+    shown.caption = f"{eviction.kept:,} of {eviction.stored:,} entries; {eviction.freed_pages:,} pages freed"
+    for layer, own in enumerate(eviction.heads):
+        share = sum(own) / (eviction.tokens * len(own))
+        shown.add_row(str(layer), *map(str, own), f"{share:.1%}")
+    return shown
 
 
 async def show(arguments: argparse.Namespace) -> None:

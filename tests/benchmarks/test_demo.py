@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks import demo
-from benchmarks.demo import parse_arguments
+from benchmarks.demo import kept_table, parse_arguments
 from benchmarks.harness.answers import needle_question
-from benchmarks.harness.kept import kept_table
 from benchmarks.harness.load import page_bytes
 from benchmarks.harness.server import end
 from tests.benchmarks.runs import without_port
