@@ -149,19 +149,6 @@ def test_servers_with_other_policies_score_the_same_answers(tmp_path):
     assert whole.endswith("| 1.000 [1.000, 1.000] |") and forgets.endswith("| 0.000 [0.000, 0.000] |")
 
 
-def test_it_goes_on_where_it_was_interrupted(tmp_path):
-    with FakeServer() as server:
-        assert answers(server, tmp_path) == 0
-        lines = (tmp_path / DECODING).read_bytes().splitlines(keepends=True)
-        (tmp_path / DECODING).write_bytes(b"".join(lines[:-2]) + lines[-2][:10])
-        (tmp_path / "references.jsonl").unlink()
-        before = len(server.asked)
-        assert answers(server, tmp_path) == 0
-        # Two measures, and what the full cache says of each of their answers.
-        assert len(server.asked) - before in (3, 4)
-        assert len(list(read(tmp_path / DECODING, Decoded))) == 12
-
-
 def test_answers_that_repeat_themselves_are_left_out(tmp_path, capsys):
     with FakeServer(repeats=(0,)) as server:
         assert answers(server, tmp_path / "some", "snapkv", "--tasks", "writing") == 0
