@@ -5,6 +5,7 @@ fetched from the Python package index once; where it cannot be had, to the proje
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,19 +15,20 @@ from pathlib import Path
 
 from openai import OpenAIError
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.harness.answers import Asked, answers_table, ask, kept, needle_question, real_questions
 from benchmarks.harness.bench import Bench, summary
-from benchmarks.harness.kept import kept_table
 from benchmarks.harness.options import add, add_dtype, add_start_patience, budget, whole
 from benchmarks.harness.scenarios import SCRATCH, STOCK, Round, Scenario
 from benchmarks.harness.server import Server, alone, cpu_environment, run_benchmark
+from benchmarks.harness.tables import table
 from benchmarks.quality import NEEDLE
 from vllm_kvevict.policies import available
 from vllm_kvevict.quality import checkpoint
 from vllm_kvevict.quality.endpoint import Endpoint, EndpointError
 from vllm_kvevict.quality.results import Column
-from vllm_kvevict.schedules.reports import read_evictions
+from vllm_kvevict.schedules.reports import EvictionRecord
 
 EVICTIONS = SCRATCH / "evictions.jsonl"
 PROMPTS_IN_POOL = 4
@@ -136,6 +138,18 @@ async def ask_real_model(
         return await ask(endpoint, await real_questions(endpoint), columns)
 
 
+def kept_table(eviction: EvictionRecord) -> Table:
+    """Entries kept by each layer and KV head of one request."""
+    heads = [f"KV head {head}" for head in range(len(eviction.heads[0]))]
+    title = f"What one request kept of its {eviction.tokens:,} prompt tokens ({eviction.policy})"
+    shown = table(title, [], ["layer", *heads, "layer kept"])
+    shown.caption = f"{eviction.kept:,} of {eviction.stored:,} entries; {eviction.freed_pages:,} pages freed"
+    for layer, own in enumerate(eviction.heads):
+        share = sum(own) / (eviction.tokens * len(own))
+        shown.add_row(str(layer), *map(str, own), f"{share:.1%}")
+    return shown
+
+
 async def show(arguments: argparse.Namespace) -> None:
     """Run the servers and print what they showed."""
     load = scenario(arguments)
@@ -153,8 +167,8 @@ async def show(arguments: argparse.Namespace) -> None:
     rounds, asked = await run(arguments, real, columns)
     console.print()
     summary(console, "the same load on both", load, None, rounds)
-    if first := next(read_evictions(EVICTIONS), None):
-        console.print(kept_table(first))
+    if lines := EVICTIONS.read_text().splitlines():
+        console.print(kept_table(EvictionRecord(**json.loads(lines[0]))))
     console.print(answers_table(checkpoint.NAME if real else "the small model", columns, asked))
     console.print(f"The servers' logs are in {SCRATCH}/. More: python -m benchmarks.demo --help")
 

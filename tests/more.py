@@ -31,7 +31,7 @@ PAGES_AND_QUALITY = {
     "engine/served/test_decisions.py": "test_a_real_model",
     "engine/served/test_lm_eval.py": ".",
     "engine/served/test_quality_turns.py": ".",
-    "inspection/test_browser.py": "test_a_prompt_of_32k|test_a_page_that_stalls",
+    "inspection/test_browser.py": "test_a_prompt_of_32k",
     "quality/test_quality_run.py": "test_killed_runs",
 }
 FAULTS_AND_SURROUNDINGS = {
@@ -56,7 +56,6 @@ RUNNERS_AND_LAYOUTS = {
     r"|test_read_token|test_models\w+\[(?!gemma2)",
     "engine/served/test_masked_model.py": r"test_every_policy\w+\[[14]\]|test_a_sliding_window\w+\[mistral",
     "engine/served/test_mixed_layers.py": r"test_memory_that_both|test_workers\[(gpt|\w+-pipe)",
-    "engine/served/test_scoring_options.py": r"test_maxima\w+\[two",
     "engine/served/test_speculation.py": r"test_layers|test_drafts_take|test_requests_of_every",
     "engine/served/test_stock.py": "test_compiled",
     "engine/served/test_take.py": r"test_equals\w+\[(?!half)",

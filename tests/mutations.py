@@ -1,6 +1,6 @@
 """Shows that the tests still notice small faults: each of `mutations.toml` must fail the one test file that it names.
 
-    python -m tests.mutations             all, two at a time: at most half an hour on two cores
+    python -m tests.mutations             all, two at a time: a quarter of an hour on two cores
     python -m tests.mutations 3 17        the third and the seventeenth
     python -m tests.mutations --clean     without faults: then all named files must pass, since else they prove nothing
 

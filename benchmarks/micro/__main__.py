@@ -29,10 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         epilog=". ".join(f"{name}: {about}" for name, about in NAMES.items()),
     )
-    parser.add_argument("name", choices=NAMES, nargs="?")
+    parser.add_argument("name", choices=NAMES)
     given = list(sys.argv[1:] if argv is None else argv)
-    if not (name := parser.parse_args(given[:1]).name):
-        parser.error(f"say which of {', '.join(NAMES)}; what was timed without a name is now micro steps")
+    name = parser.parse_args(given[:1]).name
     return run(name, import_module(f"benchmarks.micro.{name}"), given[1:])
 
 

@@ -2,9 +2,6 @@
 
 Two engines, each in its own process, first read the same prompts at the same time. Then they decode in turns, a block
 of steps each; timed steps compute no prompt tokens. The ratio is stock's time over ours.
-
-With a lookahead ours without one takes stock's place. One step reads all prompts, so that another one evicts them all:
-the longest step until then is told, too.
 """
 
 import argparse
@@ -28,7 +25,6 @@ OPTIONS = (
     ("contexts", whole, [16384], "prompt tokens"),
     ("policy", policy_name, "ada-snapkv", "of ours"),
     ("budget", budget, 0.2, "--kv-budget"),
-    ("lookahead", int, 0, "tokens of an answer that are stored before its prompt is evicted"),
     ("pairs", whole, 9, "blocks of each side"),
     ("steps", whole, 8, "steps of a block"),
     ("threads", whole, len(os.sched_getaffinity(0)), "threads of each engine"),
@@ -60,14 +56,6 @@ def decode(engine: Engine, steps: int, batch: int) -> Block:
     return wall / steps, cpu / steps
 
 
-def go_on(engine: Engine, steps: int) -> float:
-    """Go on by some steps; seconds of the longest."""
-    engine.probe.reset()
-    for _ in range(steps):
-        engine.llm.llm_engine.step()
-    return max(seconds for seconds, _, _ in engine.probe.steps)
-
-
 def check_steps(seen: Sequence[tuple[float, int, int]], steps: int, batch: int) -> None:
     """Raise RuntimeError unless these ``Outcome.steps`` are ``steps`` decode steps of ``batch`` requests."""
     if (found := [(prompt, scheduled) for _, prompt, scheduled in seen]) != [(0, batch)] * steps:
@@ -80,47 +68,38 @@ def check_steps(seen: Sequence[tuple[float, int, int]], steps: int, batch: int) 
 
 
 def make_sides(arguments: argparse.Namespace) -> tuple[Side, Side]:
-    """Stock vLLM, or ours without a lookahead, and eviction, in KV memory for all full requests."""
-    longest, ahead = max(arguments.contexts), arguments.lookahead
-    steps = ahead + 1 + (1 + arguments.pairs) * arguments.steps
-    max_len = longest + output_len(arguments.batch, longest, steps)
+    """Stock vLLM and eviction, in KV memory for all full requests."""
+    longest = max(arguments.contexts)
+    max_len = longest + output_len(arguments.batch, longest, 1 + (1 + arguments.pairs) * arguments.steps)
     blocks = arguments.batch * -(-max_len // BLOCK) + 1  # vLLM keeps one for itself
     path = model(max_len)
     settings: dict[str, Any] = {
         "max_model_len": max_len,
-        "max_num_batched_tokens": arguments.batch * longest if ahead else CHUNK,
+        "max_num_batched_tokens": CHUNK,
         "max_num_seqs": arguments.batch,
         "kv_cache_memory_bytes": blocks * BLOCK * token_bytes(arguments.dtype),
         "dtype": arguments.dtype,
     }
-    name = f"{arguments.policy} {arguments.budget:g}"
     eviction = {"kv_eviction": arguments.policy, "kv_budget": arguments.budget}
-    ours = {**settings, **eviction, "kv_eviction_config": {"lookahead": ahead}}
-    if ahead:
-        first = Side(name, path, arguments.threads, **settings, **eviction)
-        return first, Side(f"{name}, lookahead {ahead}", path, arguments.threads, **ours)
     stock = Side("stock vLLM", path, arguments.threads, **settings)
-    return stock, Side(name, path, arguments.threads, **ours)
+    name = f"{arguments.policy} {arguments.budget:g}"
+    return stock, Side(name, path, arguments.threads, **settings, **eviction)
 
 
 def measure_at(arguments: argparse.Namespace, context: int, sides: Sequence[Side]) -> Cell:
     """Prompts first, on all sides at the same time, then blocks of decode steps in turns."""
-    pairs, steps, batch, ahead = arguments.pairs, arguments.steps, arguments.batch, arguments.lookahead
-    output = output_len(batch, context, ahead + 1 + (1 + pairs) * steps)
-    workload, of = Workload(batch, context, output, seed=context), {"context": context}
+    pairs, steps, batch = arguments.pairs, arguments.steps, arguments.batch
+    workload = Workload(batch, context, output_len(batch, context, 1 + (1 + pairs) * steps), seed=context)
     for side in sides:
         side.call(admit, workload)
         side.send(prefill)
     for side in sides:
         side.receive()
-    if ahead:
-        longest = [round(1e3 * side.call(go_on, ahead + 1)) for side in sides]
-        of |= dict(zip(("longest without, ms", "longest with, ms"), longest, strict=True))
     calls = {side.name: lambda side=side: side.call(decode, steps, batch) for side in sides}
     blocks = in_turns(calls, pairs)
     for side in sides:
         side.call(drop)
-    return Cell(of, [*zip(*blocks.values(), strict=True)])
+    return Cell({"context": context}, [*zip(*blocks.values(), strict=True)])
 
 
 def measure(arguments: argparse.Namespace) -> Found:

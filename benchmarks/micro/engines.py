@@ -8,21 +8,19 @@ CHUNK = 2048
 """Tokens of a step at most, on both sides."""
 
 
-def admit(engine: Engine, workload: Workload) -> int:
-    """Hand the requests to the engine; prompt tokens in all."""
+def admit(engine: Engine, workload: Workload) -> None:
+    """Hand the requests to the engine."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=workload.output_len, temperature=0, ignore_eos=True, detokenize=False)
     for index, prompt in enumerate(workload.prompts()):
         engine.llm.llm_engine.add_request(f"{workload.seed}-{index}", {"prompt_token_ids": prompt}, params)
-    return workload.requests * workload.input_len
 
 
-def prefill(engine: Engine) -> int:
-    """Work on the prompts until every request decodes; prompt tokens read."""
-    while (done := prompt_tokens(engine)) < sum(r.num_prompt_tokens for r in requests(engine)):
+def prefill(engine: Engine) -> None:
+    """Work on the prompts until every request decodes."""
+    while any(r.num_computed_tokens < r.num_prompt_tokens for r in requests(engine)):
         engine.llm.llm_engine.step()
-    return done
 
 
 def drop(engine: Engine) -> None:
@@ -33,11 +31,6 @@ def drop(engine: Engine) -> None:
 def requests(engine: Engine) -> list[Any]:
     """vLLM's requests that are not finished."""
     return list(engine.probe.scheduler.requests.values())
-
-
-def prompt_tokens(engine: Engine) -> int:
-    """Prompt tokens read so far."""
-    return sum(min(r.num_computed_tokens, r.num_prompt_tokens) for r in requests(engine))
 
 
 def output_len(batch: int, context: int, steps: int) -> int:

@@ -108,13 +108,6 @@ def test_wrong_results_are_not_timed(tolerance):
             common.check("wrong", wrong, right, tolerance)
 
 
-@pytest.mark.parametrize("kept", [1, 13, 60, 100])
-def test_ragged_heads_hold_as_much_as_uniform_ones(kept):
-    lengths = attention.ragged_lengths(5, kept, 100, seed=0)
-    assert (lengths.sum(1) == kept * common.KV_HEADS).all() and lengths.min() >= 1 and lengths.max() <= 100
-    assert kept in (1, 100) or (lengths != kept).any(1).all()
-
-
 def test_attention(run, capsys):
     results = run(attention, "--contexts 64 --budgets 1 0.2 --batches 2")
     cells = results["cells"]
@@ -178,31 +171,3 @@ def test_eviction(small_model, run):
 @pytest.mark.parametrize("policy", ["h2o", "criticalkv", "take"])
 def test_eviction_names_policies_that_it_cannot_serve(policy):
     assert policy in eviction.refuse(SimpleNamespace(policies=[policy], budget=0.2))
-
-
-def test_the_timer_counts_the_work_alone(monkeypatch):
-    order: list[str] = []
-
-    class FakeEvent:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self) -> None:
-            order.append("event")
-
-        def query(self) -> bool:
-            return False
-
-        def synchronize(self) -> None:
-            order.append("wait")
-
-        def elapsed_time(self, end: "FakeEvent") -> float:
-            return 1.5
-
-    monkeypatch.setattr(common, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(common, "FLUSH_BYTES", 64)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"sleep {cycles}"))
-    timer = common.Timer()
-    assert timer(lambda: order.append("work"), 2.0) == 1.5 and not timer.was_late
-    assert order == ["sleep 4000000", "event", "work", "event", "wait"]

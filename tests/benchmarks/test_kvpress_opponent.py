@@ -9,7 +9,6 @@ import pytest
 from benchmarks.harness.measure import Estimate
 from benchmarks.harness.sides import Outcome, Workload
 from benchmarks.kvpress import __main__ as kvpress
-from benchmarks.kvpress import opponent as opponent_module
 from benchmarks.kvpress.__main__ import (
     FIGURES,
     FULL,
@@ -24,7 +23,7 @@ from benchmarks.kvpress.__main__ import (
     run_rounds,
 )
 from benchmarks.kvpress.check import check, require_same
-from benchmarks.kvpress.opponent import Opponent, OpponentError, kvpress_python
+from benchmarks.kvpress.opponent import Opponent, OpponentError
 from benchmarks.micro import loop
 
 WORKER = """
@@ -71,12 +70,6 @@ def test_worker_says_its_versions_and_answers_until_it_ends(opponent: Opponent):
     assert (run.wall, run.output_tokens, run.prefill_seconds, run.decode_seconds) == (5.0, 12, 0.5, 1.5)
     with pytest.raises(OpponentError, match="ended"):
         opponent.generate([[-1]], 3, None, 1.0)
-
-
-def test_worker_with_other_threads_is_an_error(opponent: Opponent):
-    opponent.threads = 2
-    with pytest.raises(OpponentError, match="1 threads instead of 2"):
-        opponent.wait()
 
 
 def test_figures_of_a_run_whose_prompts_were_read():
@@ -127,14 +120,3 @@ def test_what_does_not_compute_the_same_is_not_compared(wrong, opponent: Opponen
     require_same({"no eviction": plain, POLICY: kept})
     with pytest.raises(RuntimeError, match="not compute the same: snapkv"):
         require_same({"no eviction": plain, POLICY: kept | wrong})
-
-
-def test_environment_is_built_once(tmp_path, monkeypatch):
-    calls: list = []
-    monkeypatch.setattr(opponent_module.subprocess, "run", lambda command, check: calls.append(command))
-    for _ in range(2):
-        assert kvpress_python(tmp_path) == tmp_path / "bin/python" and len(calls) == 2
-    assert {"kvpress==0.5.5", opponent_module.TORCH} <= {*calls[-1]}
-    (tmp_path / ".installed").write_text("kvpress==0.5.4")
-    kvpress_python(tmp_path)
-    assert len(calls) == 4

@@ -1,4 +1,4 @@
-"""What all names of `micro` share, and floors; no engine is started."""
+"""What all names of `micro` share, floors, and parts of steps and accounts; no engine is started."""
 
 from types import SimpleNamespace
 
@@ -7,13 +7,13 @@ import torch
 from vllm.platforms import current_platform
 
 from benchmarks.harness.measure import Estimate
-from benchmarks.harness.options import whole
-from benchmarks.harness.plots import Panel
-from benchmarks.harness.scenarios import Target
-from benchmarks.micro import attention, floors, loop, steps
+from benchmarks.micro import attention, breakdown, floors, steps
+from benchmarks.micro.breakdown import REST, Stopwatch
+from benchmarks.micro.decode import check_steps
 from benchmarks.micro.floors import Rates, Work
 from benchmarks.micro.holding import KERNEL, OP, Holding
-from benchmarks.micro.loop import Cell, Found, in_turns
+from benchmarks.micro.ledger import PROMPT, decode_round, make_ledger, make_requests, make_stock
+from benchmarks.micro.loop import Cell, in_turns
 from benchmarks.micro.prompts import Prompt
 
 RATES = Rates(memory=100.0, arithmetic=1000.0)
@@ -33,30 +33,6 @@ def test_ratios_are_paired():
     assert cell.ratio(0) == Estimate(2.5, 2.0, 3.0) and cell.ratio(1).median == 3.0
     assert Cell({}, pairs, over=(1, 0)).ratio(1).median == pytest.approx(1 / 3)
     assert cell.summary().keys() == {"context", "pairs", "wall", "cpu"}
-
-
-def test_what_was_found_is_printed_drawn_and_saved(monkeypatch, tmp_path, capsys, at_level):
-    at_level("avx2")
-    saved = {}
-    monkeypatch.setattr(loop, "RESULTS", tmp_path)
-    monkeypatch.setattr(loop, "save", lambda name, content: saved.update({name: content}))
-    cells = [Cell({"context": 512}, [((2.0, 6.0), (1.0, 2.0))] * 3)]
-    found = Found(
-        {"cells": [7]},
-        [loop.compared("heading", cells, ("stock", "ours"))],
-        [Panel("x", "y", {"a": [(1, Estimate(1.0, 0.5, 2.0)), (2, 3.0)]}, 1)],
-        [Target("speed", Estimate(1.0, 0.5, 2.0), 1.0)],
-        ["a note"],
-    )
-    module = SimpleNamespace(OPTIONS=[("rounds", whole, 3, "runs")], measure=lambda _: found)
-    assert loop.run("decode", module, ["--rounds", "5"]) == 0
-    ((name, content),) = saved.items()
-    assert name == "decode-avx2-float32" and (tmp_path / f"{name}.png").exists()
-    results = content["results"]
-    assert results["settings"] == {"rounds": 5, "dtype": "float32"} and results["cells"] == [7]
-    assert [target["met"] for target in results["targets"]] == [False]
-    printed = " ".join(capsys.readouterr().out.split())
-    assert all(text in printed for text in ("heading", "512", "2,000 [2,000, 2,000]", "MISSED", "a note"))
 
 
 # Floors.
@@ -113,3 +89,41 @@ def test_both_ways_to_attend_compute_the_same(dtype):
     assert [(cell.of["attention"], len(cell.pairs)) for cell in cells] == [(OP, 2), (KERNEL, 2)]
     torch.testing.assert_close(holding.output, ours, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(prompt.output, by_op, atol=2e-2, rtol=2e-2)
+
+
+# Parts of steps, and accounts.
+
+
+def test_the_time_of_what_a_function_calls_is_not_its_own(monkeypatch):
+    now = SimpleNamespace(time=100.0)  # moves only when it is told to
+    monkeypatch.setattr(breakdown.time, "perf_counter", lambda: now.time)
+
+    def spend(seconds):
+        now.time += seconds
+
+    stopwatch, work = Stopwatch(), SimpleNamespace()
+    work.inner = lambda seconds: spend(seconds) or seconds
+    work.outer = lambda: spend(1) or work.inner(2) + work.inner(4)
+    stopwatch.watch(work, "inner", "inside")
+    stopwatch.watch(work, "outer", "outside")
+    assert stopwatch.run(lambda: spend(16) or work.outer()) == {REST: 16, "outside": 1, "inside": 6}
+    assert stopwatch.run(lambda: None) == {REST: 0}
+
+
+@pytest.mark.parametrize("seen", [[(0.1, 7, 4)], [(0.1, 0, 3)], [(0.1, 0, 4)] * 2, []])
+def test_timed_steps_must_be_pure_decode(seen):
+    check_steps([(0.1, 0, 4)], steps=1, batch=4)
+    with pytest.raises(RuntimeError, match="pure decode"):
+        check_steps(seen, steps=1, batch=4)
+
+
+def test_both_managers_schedule_the_same_steps():
+    requests = [make_requests(2, last=PROMPT) for _ in range(2)]
+    ledger = make_ledger(requests[0][:-1], 1)
+    stock = make_stock(make_requests(2, last=0)[:-1])
+    assert decode_round(ledger, requests[0][:-1], requests[0][-1]) > 0
+    assert stock.block_pool.get_num_free_blocks() > 0
+
+
+def test_what_a_breakdown_watches_is_there():
+    assert all(callable(getattr(owner, name)) for owner, name, _ in breakdown.of_eviction())

@@ -16,7 +16,7 @@ from benchmarks.harness.documents import Answer, Run, ask
 from benchmarks.harness.scenarios import STOCK
 from benchmarks.harness.server import ServerError, Snapshot
 from benchmarks.prefix import SIDES as OF_DOCUMENTS
-from benchmarks.prefix import STOCK_WITHOUT, WARM, WITH, WITHOUT
+from benchmarks.prefix import STOCK_WITHOUT, WITH, WITHOUT
 from tests.benchmarks.runs import without_port
 
 DOCUMENTS, CHATS = prefix.SCENARIOS, chat.SCENARIOS
@@ -67,11 +67,6 @@ def test_sides_of_chats_differ_in_eviction_alone(name, monkeypatch):
     assert flags[FULL] == flags[STOCK] + ["--kv-eviction", "full"]
     budget = ["--kv-budget", f"{CHATS[name].budget:g}"]
     assert flags[EVICTING] == flags[STOCK] + ["--kv-eviction", "ada-snapkv", *budget]
-
-
-def test_waits_from_the_second_turn_on():
-    later = replace(CHATS["turns"], turns=3).later_wait(Run(1.0, [9.0, 1.0, 2.0, 9.0, 3.0, 4.0]))
-    assert later == 2.5
 
 
 # Verdicts.
@@ -218,12 +213,3 @@ def test_another_side_begins_each_round_and_works_alone(monkeypatch, at_level):
     results = saved["chat-crowd"]
     assert len(told) == 8 and list(results["rounds"][0]) == [STOCK, EVICTING]
     assert results["rounds"][0][STOCK]["most_running"] == 3 and results["targets"][0]["met"]
-
-
-def test_what_was_asked_is_asked_again_at_the_end_of_a_round():
-    for number in range(3):
-        turns = DOCUMENTS["document"].schedule(number)
-        assert list(turns)[3:] == [f"{side}{WARM}" for side in list(turns)[:3] if side != WITHOUT]
-    assert not any(
-        WARM in turn for name in DOCUMENTS if name != "document" for turn in DOCUMENTS[name].schedule()
-    )

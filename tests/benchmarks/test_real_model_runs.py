@@ -8,12 +8,10 @@ import pytest
 
 from benchmarks import real_model
 from benchmarks.harness.server import ServerError
-from benchmarks.real_model import parse_arguments, row
+from benchmarks.real_model import parse_arguments
 from tests.quality.fake_openai import MODEL, FakeServer
 from vllm_kvevict.quality.__main__ import main as quality
 from vllm_kvevict.quality.fidelity import FIDELITY
-from vllm_kvevict.quality.results import Column, Result
-from vllm_kvevict.quality.scores import Scores
 
 
 def arguments(tmp_path, *more: str):
@@ -80,14 +78,3 @@ def test_measures_once_and_continues_after_an_error(tmp_path, monkeypatch, run):
 def test_the_control_is_always_measured_and_take_is_not():
     policies = parse_arguments([]).policies
     assert policies[:2] == ["full", "streaming-llm"] and "take" not in policies
-
-
-def test_a_policy_that_had_some_of_the_tasks_says_so():
-    def result(task, policy, budget=None):
-        values = {"task": task, "policy": policy, "budget": budget, "length": 300, "index": 0, "score": 1.0}
-        return Result(**dict.fromkeys(Result.__dataclass_fields__) | values)
-
-    results = [result(task, "full") for task in ("text/number", "text/json")]
-    results += [result("text/json", "kvzip", 0.2), *(result(r.task, "snapkv", 0.2) for r in results)]
-    names = [row(Scores(results), None, Column(policy, 0.2))[0] for policy in ("kvzip", "snapkv")]
-    assert names == ["kvzip (text/json only)", "snapkv"]

@@ -3,8 +3,6 @@
 import asyncio
 import io
 import json
-import subprocess
-from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import httpx
@@ -14,13 +12,11 @@ from rich.console import Console
 from benchmarks.harness import soaking, traffic
 from benchmarks.harness.conversations import BLOCK, GOES_ON, WEIGHTS, Turn
 from benchmarks.harness.random_soak import (
-    LONGEST_PROMPT,
     MAX_LEN,
     RandomSoak,
     Sample,
     baseline,
     growth,
-    resident_memory,
 )
 from benchmarks.harness.server import Snapshot
 from benchmarks.harness.soaking import tracebacks, until_idle
@@ -39,7 +35,6 @@ from benchmarks.harness.traffic import (
 from benchmarks.soak import parse_arguments
 from tests.benchmarks.runs import missed
 from vllm_kvevict.policies import available
-from vllm_kvevict.policies.registry import policies_for_parts
 
 LONGEST = 50
 # Without one policy, as under pipeline parallelism: no request may name it.
@@ -271,16 +266,6 @@ def test_a_soak_waits_until_nothing_is_held():
     assert asyncio.run(until_idle(Resting(), empty=True)) == IDLE
 
 
-def test_the_length_of_a_run_and_its_ranks(monkeypatch):
-    assert list(RandomSoak(parse_arguments(["--requests", "3"])).numbers()) == [0, 1, 2]
-    monkeypatch.setattr(soaking.time, "monotonic", iter((100.0, 120.0, 159.0, 160.0)).__next__)
-    assert list(RandomSoak(parse_arguments(["--minutes", "1"])).numbers()) == [0, 1]
-    monkeypatch.undo()
-    ranks = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
-    soak = RandomSoak(parse_arguments(["--requests", "3", *ranks]))
-    assert soak.ranks == 4 and soak.flags[-4:] == ranks and soak.policies == list(available())
-
-
 # Conversations.
 
 
@@ -296,41 +281,6 @@ def test_turns_end_where_answers_do():
     assert block.ends == [4, BLOCK] and not block.is_found(BLOCK)
 
 
-def answered_asks(count: int) -> list[Ask]:
-    """What clients ask who hear answers at once, and what they ask while those of every fifth are on the way."""
-    requests = Traffic("m", 0, LONGEST_PROMPT, MAX_LEN, PROBES)
-    found = []
-    for number in range(count):
-        found.append(ask := requests.next())
-        if number % 5:
-            text = f" w{number % 400 + 9}" * (ask.tokens // ask.choices)
-            requests.hear(ask, Outcome(EXPECTED, 200, answer=Answer([], ask.tokens, text)))
-    return found
-
-
-def test_conversations_go_on_and_branch_and_fit():
-    asked = [ask for ask in answered_asks(8000) if ask.kind.startswith("conversation")]
-    kinds = {ask.kind.removesuffix(", left").removesuffix(", streamed") for ask in asked}
-    assert kinds == {f"conversation, {how}" for how in WEIGHTS}
-    assert max(len(ask.turn.said) for ask in asked if ask.turn) > 6
-    fields_of, salts, next_questions = {}, defaultdict(set), defaultdict(set)
-    for ask in asked:
-        if (turn := ask.turn) is None:
-            continue
-        words = sum(len(text.split()) for text in turn.said)
-        assert words <= LONGEST_PROMPT and words + turn.tokens + len(turn.said) < MAX_LEN
-        body = json.loads(ask.content)
-        # A turn is asked again, by others too, but never in another way.
-        assert fields_of.setdefault(turn, body["vllm_xargs"]) == body["vllm_xargs"]
-        assert body["vllm_xargs"]["kv_turns"] == turn.ends and turn.ends[-1] < words
-        salts[turn].add(body.get("cache_salt"))
-        next_questions[turn.said[:-1]].add(turn.said[-1])
-    assert any(len(of_turn) > 1 for of_turn in salts.values())
-    assert any(len(said) > 3 and len(questions) > 1 for said, questions in next_questions.items())
-    policies = {fields["kv_eviction"] for fields in fields_of.values()}
-    assert policies == set(policies_for_parts()) - {"full", "tova"}
-
-
 def test_the_same_turn_must_be_answered_in_the_same_way():
     requests = Traffic("m", 0, 50, MAX_LEN, PROBES)
     turn = Ask("conversation", "/v1/completions", b"", tokens=3, turn=LATER)
@@ -344,10 +294,3 @@ def test_the_same_turn_must_be_answered_in_the_same_way():
     assert hear(turn, " w2") == WRONG
     assert hear(other, " w1") == hear(other, " w2") == EXPECTED
     assert requests.hear(turn, Outcome(LEFT)).result == LEFT
-
-
-def test_memory_counts_what_was_started_here():
-    before = resident_memory()  # of what other tests have left
-    with subprocess.Popen(["sleep", "60"]) as child:
-        assert 0 < resident_memory() - before < 50
-        child.kill()

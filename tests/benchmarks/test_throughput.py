@@ -81,15 +81,6 @@ def test_pool_holds_as_many_full_requests_as_it_says(name, dtype):
     assert (blocks - 1) // per_request == scenario.pool  # vLLM keeps one block
 
 
-def test_options_change_the_scenario():
-    changes = ["--requests", "3", "--budget", "0.5", "0.2", "--rounds", "1", "--lookahead", "0", "16"]
-    arguments, chosen = parse_arguments(["overhead", *changes, "--dtype", "float32"])
-    given = {"requests": 3, "budgets": (0.5, 0.2), "rounds": 1, "dtype": "float32", "lookaheads": (0, 16)}
-    assert chosen == {"overhead": replace(SCENARIOS["overhead"], **given)} and arguments.threads is None
-    assert parse_arguments(["overhead", "--threads", "1"])[0].threads == 1
-    assert parse_arguments(["--dtype", "bfloat16"])[1] == {"pool-bound": SCENARIOS["pool-bound"]}
-
-
 def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
     monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
     scenario = replace(SCENARIOS["pool-bound"], tensor=2, dtype="float32", lookaheads=(0, 16))
@@ -119,14 +110,6 @@ def test_the_baseline_serves_each_budget_once_more(monkeypatch, tmp_path, at_lev
     # The scenario's own targets still hold.
     assert judged("fits", scenario, rounds)
     assert asdict(scenario)["baseline"]["commit"] == "abc"
-
-
-def test_the_table_has_dashes_where_stock_tells_nothing():
-    console = Console(file=io.StringIO(), width=130)
-    scenario = SCENARIOS["pool-bound"]
-    summary(console, "pool-bound", scenario, None, rounds_of(scenario))
-    rows = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
-    assert [[cell.strip() for cell in row[-3:-1]] for row in rows] == [["-", "-"], ["0.5", "0.0%"]]
 
 
 def judged(name: str, scenario: Scenario, rounds) -> list[dict]:

@@ -9,9 +9,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_kvevict.cache import PageMemory, compaction
-from vllm_kvevict.cache.loans import Loans
-
 from .writers import MORE, Payload, WritableCache, dim_pairs, plain, token_pairs, transposed, writer
 
 L, H, D, PS = 2, 2, 32, 32
@@ -502,44 +499,3 @@ def test_what_stays_is_not_moved_and_stays_borrowed():
     model = with_borrowers()
     evict_borrowers(model)
     assert model.columns == {0: [2, 2, 0, 1], 1: [0, 1, 2, 2]}
-
-
-move, pages_between, move_entries = compaction._move, compaction.pages_between, PageMemory.move
-
-
-def ignores_what_stays(rows, slot, span, kept, first, after, triton):
-    move(rows, slot, span, kept, 0 * after, after - first, triton)
-
-
-def moves_the_first_ones(rows, slot, span, kept, first, after, triton):
-    move(rows, slot, span, [torch.arange(len(entries)) for entries in kept], first, after, triton)
-
-
-def moves_what_is_borrowed(rows, loans, slot, span, kept, first, after):
-    move(rows, slot, span, kept, first, after, False)
-
-
-def leaves_what_is_aside(memory, source, to):
-    asides = [aside.clone() for aside in memory.asides]
-    move_entries(memory, source, to)
-    for aside, before in zip(memory.asides, asides, strict=True):
-        aside.copy_(before)
-
-
-BROKEN = [
-    (PageMemory, "move", leaves_what_is_aside),
-    (compaction, "_move", ignores_what_stays),
-    (compaction, "_move", moves_the_first_ones),
-    (compaction, "_copy", moves_what_is_borrowed),
-    (compaction, "pages_between", lambda table, first, stop: pages_between(table, first - (first > 0), stop)),
-    (compaction, "pages_between", lambda table, first, stop: pages_between(table, first, stop)[:-1]),
-    (Loans, "shorten", lambda *arguments: None),
-]
-
-
-@pytest.mark.parametrize("owner, name, broken", BROKEN)
-def test_the_model_sees_a_compaction_that_is_wrong(owner, name, broken, monkeypatch):
-    model = with_borrowers()
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises((AssertionError, RuntimeError)):
-        evict_borrowers(model)

@@ -6,21 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.contract import source, test_attributes, test_behaviour, test_names, test_signatures
+from tests.contract import source, test_behaviour, test_signatures
 
 MANAGER = "vllm.v1.core.kv_cache_manager"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 
 MUTATIONS: dict[str, tuple[str, str, str, Callable[..., Any], list[Any], str]] = {
     # module, what stands there, what shall, the test and its arguments, what it must say
-    "name-gone": (
-        MANAGER,
-        "class KVCacheBlocks",
-        "class Blocks",
-        test_names.test_name_exists,
-        [f"{MANAGER}:KVCacheBlocks"],
-        "has no KVCacheBlocks: .*scheduler/.* cannot be imported",
-    ),
     "method-gone": (
         SCHEDULER,
         "def _reserve_prefill_lookahead",
@@ -44,14 +36,6 @@ MUTATIONS: dict[str, tuple[str, str, str, Callable[..., Any], list[Any], str]] =
         test_signatures.test_call_is_accepted,
         ["vllm.v1.attention.ops.triton_unified_attention:unified_attention"],
         "unified_attention takes no softmax_scale",
-    ),
-    "attribute-renamed": (
-        "vllm.v1.worker.gpu.states",
-        "self.index_to_req_id",
-        "self.request_ids",
-        test_attributes.test_attributes_exist,
-        ["vllm.v1.worker.gpu.states:RequestState"],
-        "RequestState has no index_to_req_id",
     ),
     "call-gone": (
         "vllm.v1.worker.gpu.kv_connector",
@@ -84,14 +68,6 @@ MUTATIONS: dict[str, tuple[str, str, str, Callable[..., Any], list[Any], str]] =
         test_behaviour.test_layers_that_hold_a_rotary_embedding_and_do_not_use_it_are_known,
         [],
         r"Exaone4Attention turns queries and keys by \['rope_everywhere', 'sliding_window'\]: compactor",
-    ),
-    "environment": (
-        "vllm.envs",
-        '"VLLM_CPU_ATTN_SPLIT_KV"',
-        '"VLLM_CPU_SPLIT_KV"',
-        test_names.test_environment_variable_is_known,
-        ["VLLM_CPU_ATTN_SPLIT_KV"],
-        "does not know VLLM_CPU_ATTN_SPLIT_KV: CPU attention fails",
     ),
 }
 

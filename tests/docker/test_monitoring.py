@@ -101,29 +101,6 @@ def variables(text: str) -> set[str]:
 
 
 PROMETHEUS = ROOT / "docker/prometheus/prometheus.yaml"
-PAGE = """\
-# TYPE vllm:kv_eviction_freed_pages_total counter
-vllm:kv_eviction_freed_pages_total{engine="0"} 3.0
-# TYPE vllm:wait_seconds histogram
-vllm:wait_seconds_bucket{engine="0",le="+Inf"} 1.0
-vllm:wait_seconds_count{engine="0"} 1.0
-vllm:wait_seconds_sum{engine="0"} 0.5
-"""
-
-
-@pytest.mark.parametrize(
-    "expression, lacks",
-    [
-        ("rate(vllm:kv_eviction_freed_pages_total[5m]) > 0", []),
-        ("histogram_quantile(0.9, sum by (le) (rate(vllm:wait_seconds_bucket[5m])))", []),
-        ('up{job="vllm"} == 0', []),
-        ("rate(vllm:kv_eviction_freed_pages[5m])", ["vllm:kv_eviction_freed_pages does not exist"]),
-        ("sum by (le) (vllm:wait_seconds_sum)", ["vllm:wait_seconds_sum has no label le"]),
-        ('up{engine="0"}', ["up has no label engine"]),
-    ],
-)
-def test_what_a_page_lacks(expression, lacks):
-    assert missing(uses(expression), offered(PAGE)) == lacks
 
 
 def test_alerts_say_what_is_wrong_and_how_bad():

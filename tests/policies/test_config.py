@@ -50,10 +50,10 @@ def test_round_trips(policy):
     cfg = EvictionConfig(policy) if policy == "full" else EvictionConfig(policy, keep_ratio=0.3)
     assert parameters(policy).keys() - cfg.params.keys() == unused_by_default(policy)
     assert parameters(policy) | cfg.params == parameters(policy)
-    assert EvictionConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
+    assert EvictionConfig(**json.loads(json.dumps(cfg.to_dict()))) == cfg
     assert pickle.loads(pickle.dumps(cfg)) == cfg
     assert eval(repr(cfg)) == cfg
-    assert len({cfg, EvictionConfig.from_dict(cfg.to_dict())}) == 1
+    assert len({cfg, EvictionConfig(**cfg.to_dict())}) == 1
     with pytest.raises(AttributeError):
         cfg.budget = 3
 
@@ -69,12 +69,12 @@ def test_equal_settings_are_equal_however_written():
 def test_a_parameter_without_use_is_none_of_the_configurations():
     decay, paper = (EvictionConfig("ada-snapkv", budget=64, defaults=x) for x in ("measured", "paper"))
     assert "kernel" not in decay.params and "kernel" not in decay.to_dict()
-    assert EvictionConfig.from_dict(decay.to_dict()) == decay == eval(repr(decay))
+    assert EvictionConfig(**decay.to_dict()) == decay == eval(repr(decay))
     assert decay == EvictionConfig("ada-snapkv", budget=64, pooling="decay") != paper
     without, small = (EvictionConfig("kvzip", budget=64, window=window) for window in (0, 8))
     assert without.params == {"kvzip_chunk": 512, "kvzip_sees": "all", "sinks": 4, "window": 0}
     assert small.params["pooling"] == "decay" and "kernel" not in small.params
-    assert EvictionConfig.from_dict(without.to_dict()) == without != small
+    assert EvictionConfig(**without.to_dict()) == without != small
 
 
 NAN = float("nan")
@@ -132,8 +132,3 @@ def test_errors_name_the_parameter(policy, settings, words):
         EvictionConfig(policy, **settings)
     message = str(caught.value)
     assert all(word in message for word in words) and "\n" not in message
-
-
-def test_from_dict_without_policy():
-    with pytest.raises(ValueError, match="policy is missing"):
-        EvictionConfig.from_dict({"budget": 64})

@@ -37,8 +37,8 @@ def test_what_is_given_is_taken_whatever_the_defaults(policy):
 def test_a_configuration_survives_without_its_kind(policy):
     theirs = config(policy, defaults="paper")
     assert "defaults" not in theirs.to_dict()
-    assert EvictionConfig.from_dict(theirs.to_dict()) == theirs
-    assert EvictionConfig.from_dict({"policy": policy, "budget": 64, "defaults": "paper"}) == theirs
+    assert EvictionConfig(**theirs.to_dict()) == theirs
+    assert EvictionConfig(policy, budget=64, defaults="paper") == theirs
 
 
 def test_a_default_that_is_not_used_is_left_out(monkeypatch):
@@ -48,7 +48,7 @@ def test_a_default_that_is_not_used_is_left_out(monkeypatch):
     ours, theirs = config(policy), config(policy, defaults="paper")
     assert "kernel" not in ours.params and (theirs.params["pooling"], theirs.params["kernel"]) == ("max", 7)
     assert config(policy, pooling="max") == theirs
-    assert EvictionConfig.from_dict(ours.to_dict()) == ours
+    assert EvictionConfig(**ours.to_dict()) == ours
     assert config(policy, pooling="avg", kernel=5).params["kernel"] == 5
     assert config(policy, kernel=5) == config(policy, pooling="max", kernel=5)
     with pytest.raises(ValueError, match="kernel is not used with pooling=decay"):

@@ -16,7 +16,7 @@ from vllm_kvevict.policies import (
     score_layer,
     select,
 )
-from vllm_kvevict.policies.registry import Policy, lookup, register
+from vllm_kvevict.policies.registry import lookup
 
 from .layers import model_inputs, those_of
 from .reference_scores import SCORE
@@ -253,11 +253,6 @@ def test_inputs_are_left_alone(policy):
     assert all(torch.equal(getattr(x, name), old) for name, old in before.items())
     after = [t for t in (scores.scores, scores.second) if t is not None]
     assert all(torch.equal(s, t) for s, t in zip(tables, after, strict=True))
-
-
-def test_a_name_is_registered_once():
-    with pytest.raises(ValueError, match="snapkv"):
-        register(Policy("snapkv", "", "", None, None))
 
 
 def test_inputs_may_be_given_by_their_names() -> None:

@@ -14,8 +14,6 @@ from .seeds import named
 from .test_against_reference import budget_of, check_model, random_config, random_layer
 
 ABLE = [policy for policy in policies_for_parts() if policy != "full"]
-DO_NOT_SEE = ("streaming-llm", "knorm", "keydiff", "compactor", "kvzip")
-"""Policies whose scores come from no softmax over what is stored; kvzip's without a window."""
 
 
 def part_of(rng: random.Random, policy: str) -> EvictionConfig:
@@ -43,17 +41,6 @@ def test_as_the_reference(policy):
         with named(seed):
             layers = [random_layer(rng, cfg, n, shape, torch.float32, counts) for counts in earlier]
             check_model(cfg, layers, n, heads)
-
-
-@pytest.mark.parametrize("policy", [policy for policy in ABLE if policy not in DO_NOT_SEE])
-def test_what_is_left_before_a_part_changes_its_scores(policy):
-    """The control: without the earlier keys the scores are others."""
-    rng = random.Random(policy)
-    cfg = EvictionConfig(policy, keep_ratio=0.3).for_part(50, 100)
-    inputs, _ = random_layer(rng, cfg, 50, (2, 2, 4, None, None), torch.float32, (20, 7))
-    alone = dataclasses.replace(inputs, earlier_keys=None)
-    first, second = (score_layer(cfg, x, 0, 1).scores for x in (inputs, alone))
-    assert not torch.allclose(first, second, rtol=1e-3)
 
 
 def test_positions_matter_to_who_undoes_the_rotary_embedding():

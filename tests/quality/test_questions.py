@@ -154,14 +154,6 @@ def test_difficulty():
             assert make(task, size=size).score(" nothing at all") == 0.0
 
 
-def test_the_chat_has_six_turns():
-    case = asked("chat").case("chat-needle", 0, 0, 40)
-    messages = case.prompt()["messages"]
-    assert [m["role"] for m in messages[:-1]] == ["user", "assistant"] * 5 + ["user"]
-    assert case.expected[0] in messages[0]["content"]
-    assert not any(case.expected[0] in message["content"] for message in messages[1:])
-
-
 def asked(form: str, **changes) -> TextQuestions:
     defaults = {"names": list(TASKS), "tokens": [400], "samples": 2, "seed": 3, "sizes": {}, "slack": 8}
     return TextQuestions(form=form, **{**defaults, **changes})

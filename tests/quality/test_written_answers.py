@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from itertools import count, product
+from itertools import product
 
 import pytest
 
@@ -24,7 +24,7 @@ from vllm_kvevict.quality.decoding import (
 )
 from vllm_kvevict.quality.decoding_tasks import recall, writing
 from vllm_kvevict.quality.measures import gather
-from vllm_kvevict.quality.results import FULL, Column, Store, read
+from vllm_kvevict.quality.results import FULL, Column, read
 from vllm_kvevict.quality.scores import of_task
 
 BUDGET = 32
@@ -147,36 +147,6 @@ def test_servers_with_other_policies_score_the_same_answers(tmp_path):
     ]
     assert f"| {kl[0] / kl[1]:.3f} [" in ours and kl[0] < kl[1] and "| - |" in baseline
     assert whole.endswith("| 1.000 [1.000, 1.000] |") and forgets.endswith("| 0.000 [0.000, 0.000] |")
-
-
-def test_it_goes_on_where_it_was_interrupted(tmp_path):
-    with FakeServer() as server:
-        assert answers(server, tmp_path) == 0
-        lines = (tmp_path / DECODING).read_bytes().splitlines(keepends=True)
-        (tmp_path / DECODING).write_bytes(b"".join(lines[:-2]) + lines[-2][:10])
-        (tmp_path / "references.jsonl").unlink()
-        before = len(server.asked)
-        assert answers(server, tmp_path) == 0
-        # Two measures, and what the full cache says of each of their answers.
-        assert len(server.asked) - before in (3, 4)
-        assert len(list(read(tmp_path / DECODING, Decoded))) == 12
-
-
-def test_a_run_that_ends_between_an_answer_and_its_lists_can_be_continued(tmp_path, monkeypatch):
-    number, add = count(1), Store.add
-
-    def full_disk(store, record):
-        if next(number) == 2:
-            raise OSError("no space left")
-        add(store, record)
-
-    with FakeServer() as server:
-        with monkeypatch.context() as patched:
-            patched.setattr(Store, "add", full_disk)
-            assert answers(server, tmp_path, "snapkv", "--tasks", "writing") == 2
-        for _ in range(2):  # the second one reads all that the first one stored
-            assert answers(server, tmp_path, "snapkv", "--tasks", "writing") == 0
-    assert len(list(read(tmp_path / DECODING, Decoded))) == 6
 
 
 def test_answers_that_repeat_themselves_are_left_out(tmp_path, capsys):

@@ -83,17 +83,6 @@ def test_steps_do_not_matter(n: int) -> None:
             assert (found[QUERY_MOMENTS][:, 0, 0] == n - sinks).all()
 
 
-def test_tiles_of_their_own_for_each_step_would_matter() -> None:
-    """The control: were tiles not aligned to the prompt, these sums would differ."""
-    queries, keys, rotary = prompt(300)
-    whole = LayerInputs(None, keys[0], q_all=queries[0].transpose(0, 1), rotary=rotary)
-    parts = torch.zeros(HEADS, 300)
-    for part in (slice(0, 100), slice(100, 300)):
-        inputs = LayerInputs(None, keys[0, :, part], q_all=queries[0, part].transpose(0, 1))
-        parts[:, part] = tile_sums(inputs)
-    assert not torch.allclose(parts, tile_sums(whole))
-
-
 def test_what_is_held() -> None:
     assert shapes((Q_WINDOW, VALUES), 500, DIM) == {}
     assert shapes((COL_SUMS,), 500, DIM) == {COL_SUMS: (500,)}

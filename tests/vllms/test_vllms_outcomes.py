@@ -17,29 +17,6 @@ def without(**settings) -> Run:
     return Run(**{"tests": TESTS, "loaded": [0, 0], "hooked": [False, False], "ended": 1} | settings)
 
 
-def test_runs_that_ended_alike():
-    lines, alike = outcomes.report(with_package(), without(), least=2)
-    assert alike
-    assert lines == [
-        "with the package (9 of its modules loaded): 3 tests, 2 passed, 1 failed",
-        "without it (0 of its modules loaded): 3 tests, 2 passed, 1 failed",
-        "all ended alike",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("ours", "line"),
-    [
-        ({**TESTS, "c": "error"}, "c: error with the package, passed without"),
-        ({**TESTS, "d": "skipped"}, "d: skipped with the package, not run without"),
-        ({"b": "failed", "c": "passed"}, "a: not run with the package, passed without"),
-    ],
-)
-def test_one_test_that_differs_is_named(ours, line):
-    lines, alike = outcomes.report(with_package(tests=ours), without(), least=2)
-    assert not alike and lines[2:] == [line, "1 ended differently"]
-
-
 @pytest.mark.parametrize(
     ("ours", "stock", "sentence"),
     [

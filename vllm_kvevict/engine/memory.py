@@ -261,13 +261,16 @@ def ring_shape(vllm_config: Any, options: Options, layers: int) -> tuple[int, in
     if not queries:
         return None
     model, layout = vllm_config.model_config, layout_of(vllm_config)
-    row = layers * layout.rows * layout.entry_bytes
     # No less than the KV cache will have, which is not known yet.
     kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes or current_platform.get_device_total_memory()
-    requests_at_once = max(1, -(-kv_bytes // (row * entries)))
-    parts = min(vllm_config.scheduler_config.max_num_seqs, requests_at_once)
+    parts = min(vllm_config.scheduler_config.max_num_seqs, most_choosing(kv_bytes, layers, layout, entries))
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     return layers, parts + 1, queries, heads, model.get_head_size()
+
+
+def most_choosing(kv_bytes: int, layers: int, layout: KVLayout, entries: int) -> int:
+    """Requests that may have queries which choose, if each has so many entries in every row of a rank's layers."""
+    return max(1, cdiv(kv_bytes, layers * layout.rows * layout.entry_bytes * entries))
 
 
 def ring_memory(vllm_config: Any) -> tuple[int, int]:

@@ -69,8 +69,7 @@ class EvictionStats(KVConnectorStats):
             "decision_seconds": [eviction.decision_seconds],
             "compaction_seconds": [eviction.compaction_seconds],
         }
-        phases = self.data.setdefault("phases", {})
-        phases[eviction.phase] = _joined(phases.get(eviction.phase, {}), told)
+        self.data = _joined(self.data, {"phases": {eviction.phase: told}})
 
     def on_gauges(
         self,
@@ -91,10 +90,11 @@ class EvictionStats(KVConnectorStats):
     def on_cache(self, cached: int, conversations: int, dropped: int, found: Mapping[str, int]) -> None:
         """Record how many compressed prefixes and conversations are cached; and since the last call, how many prefixes
         were dropped, and how many tokens of prompts were found, by :data:`FOUND`."""
-        self.data |= {"cached_entries": cached, "cached_conversations": conversations}
-        self._add("cache_drops", dropped)
-        if found:
-            self.data["found"] = _joined(self.data.get("found", {}), found)
+        more = {"cache_drops": dropped, **({"found": found} if found else {})}
+        self.data = _joined(self.data, more) | {
+            "cached_entries": cached,
+            "cached_conversations": conversations,
+        }
 
     def on_lookahead(self, ended: int, step_seconds: Sequence[float]) -> None:
         """Record what became of prompts that are evicted once their answers have begun.
@@ -105,27 +105,14 @@ class EvictionStats(KVConnectorStats):
         """
         if ended or step_seconds:
             told = {"ended": ended, "step_seconds": list(step_seconds)}
-            self.data["lookahead"] = _joined(self.data.get("lookahead", {}), told)
-
-    def _add(self, name: str, amount: int) -> None:
-        self.data[name] = self.data.get(name, 0) + amount
+            self.data = _joined(self.data, {"lookahead": told})
 
     def aggregate(self, other: KVConnectorStats) -> "EvictionStats":
-        merged = EvictionStats(dict(self.data))
-        for name, value in other.data.items():
-            if name == "ranks":
-                merged.data[name] = {**merged.data.get(name, {}), **value}
-            elif name in CACHE_GAUGES:
-                merged.data[name] = value
-            elif name in ("found", "lookahead"):
-                merged.data[name] = _joined(merged.data.get(name, {}), value)
-            elif name == "phases":
-                known = merged.data.get(name, {})
-                phases = {phase: _joined(known.get(phase, {}), told) for phase, told in value.items()}
-                merged.data[name] = {**known, **phases}
-            else:
-                merged.data[name] = merged.data.get(name, 0) + value
-        return merged
+        latest = {name: value for name, value in other.data.items() if name in CACHE_GAUGES}
+        if "ranks" in other.data:
+            latest["ranks"] = {**self.data.get("ranks", {}), **other.data["ranks"]}
+        more = {name: value for name, value in other.data.items() if name not in latest}
+        return EvictionStats(_joined(self.data, more) | latest)
 
     def reduce(self) -> dict[str, int | float]:
         phases = self.data.get("phases", {}).values()
@@ -152,7 +139,7 @@ def _joined(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any
     """What was told, with more of it: counts add up, lists of observations join."""
     joined = dict(before)
     for name, value in more.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             joined[name] = _joined(before.get(name, {}), value)
         else:
             joined[name] = before[name] + value if name in before else value

@@ -16,7 +16,7 @@ from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.errors import in_one_line
 from vllm_kvevict.engine.frontend.checks import check_stages
 from vllm_kvevict.engine.layers import FULL_ATTENTION, NULL_BLOCKS, layer_types
-from vllm_kvevict.engine.memory import is_asynchronous, rank_capacities, stage_layers
+from vllm_kvevict.engine.memory import is_asynchronous, most_choosing, rank_capacities, stage_layers
 from vllm_kvevict.engine.request_options import RENDERED, TURNS, Rendered, plan_for
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Shortage
@@ -289,9 +289,9 @@ def kept_queries(server: Server, settings: Mapping[str, Any]) -> tuple[int, int]
         return 0, 0
     query_heads = max(1, server.query_heads // server.tensor_parallel_size)
     layers, layout = most_layers(server), server.layout
-    requests = -(-server.memory // (layers * layout.rows * layout.entry_bytes * entries))
+    requests = most_choosing(server.memory, layers, layout, entries)
     # A query has the size of a key.
-    return queries * query_heads * layers * layout["key"].nbytes, max(1, requests)
+    return queries * query_heads * layers * layout["key"].nbytes, requests
 
 
 def after_eviction(plan: Plan, tokens: int, rank: RankCapacity, page_size: int) -> PageCount:

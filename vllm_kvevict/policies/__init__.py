@@ -15,7 +15,7 @@ from .config import EvictionConfig
 from .decision import decide, score_layer, select
 from .heads import most_candidates
 from .layer import Comm, Kept, LayerInputs, LayerScores
-from .registry import available, decoding_policies, needs, parameters
+from .registry import available, decoding_policies, parameters
 from .rotary import Rotary
 from .shares import layer_budgets, provisional_budgets
 
@@ -31,7 +31,6 @@ __all__ = [
     "decoding_policies",
     "layer_budgets",
     "most_candidates",
-    "needs",
     "parameters",
     "provisional_budgets",
     "score_layer",

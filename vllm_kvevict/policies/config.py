@@ -23,7 +23,7 @@ class EvictionConfig:
     error; where only the default leaves it without use, the paper's default is taken instead.
 
     Raises ValueError with one sentence that names the offending parameter and what is valid.
-    Hashable, picklable; `EvictionConfig.from_dict(cfg.to_dict()) == cfg`, also through JSON.
+    Hashable, picklable; `EvictionConfig(**cfg.to_dict()) == cfg`, also through JSON.
     """
 
     policy: str
@@ -68,13 +68,6 @@ class EvictionConfig:
         """A plain dict of JSON values: policy, the budget that was given, and all of `params`."""
         chosen = {"budget": self.budget, "keep_ratio": self.keep_ratio}
         return {"policy": self.policy, **{k: v for k, v in chosen.items() if v is not None}, **self.params}
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> "EvictionConfig":
-        """The inverse of to_dict. Raises ValueError as the constructor does."""
-        if "policy" not in settings:
-            raise ValueError(f"policy is missing; it must be one of {', '.join(available())}")
-        return cls(**settings)
 
     def budget_for(self, n: int) -> int:
         """B for a prompt of n tokens: min(n, budget), or min(n, max(1, floor(keep_ratio*n + 1e-9))).

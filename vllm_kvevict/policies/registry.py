@@ -115,11 +115,6 @@ def decoding_policies() -> tuple[str, ...]:
     return tuple(name for name, policy in _policies.items() if policy.decodes)
 
 
-def needs(policy: str) -> frozenset[str]:
-    """Fields of LayerInputs, besides keys, that scoring by `policy` reads, such as q_window, values, w_o, col_sums."""
-    return frozenset(what.name for what in lookup(policy).needs)
-
-
 def parameters(policy: str, defaults: str = "measured") -> dict[str, ParamValue]:
     """Names and defaults of the parameters of `policy` (budget and keep_ratio apart).
 

@@ -52,14 +52,6 @@ ABOUT = {
 }
 
 
-class Removed(argparse.Action):
-    """An option that was removed; `const` says what took its place."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        """Refuse it."""
-        parser.error(f"{self.option_strings[0]} was removed: {self.const}")
-
-
 def _one(metavar: str, about: str, default: Any = None, kind: Any = None, **more: Any) -> dict[str, Any]:
     """An option with one value, of the type of its default if no other is given."""
     kind = kind or (str if default is None else type(default))
@@ -74,10 +66,6 @@ def _several(metavar: str, about: str, kind: Any = str, default: Any = None) -> 
 
 def _flag(about: str) -> dict[str, Any]:
     return {"help": about, "action": "store_true"}
-
-
-def _removed(instead: str) -> dict[str, Any]:
-    return {"action": Removed, "nargs": "?", "const": instead, "help": argparse.SUPPRESS}
 
 
 def parse_budget(text: str) -> float:
@@ -200,7 +188,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "model": _one("NAME", "the served model (default: the server's first)"),
     "output": _one("FOLDER", "where results are written", kind=Path, required=True),
     "note": _one("TEXT", "for the report, such as the server's machine and flags", ""),
-    "suite": _removed("use lm-eval for public suites, as docs/MEASURING-QUALITY.md shows"),
     "plain": _flag("the server is not vllm-kvevict's: send no kv_* fields, and ask each question once"),
     "label": _one("NAME", "what the report calls a --plain server; full makes it the reference", "plain"),
     "family": {
@@ -235,7 +222,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "answer-tokens": _one("N", "length of the full cache's answers, at most", 32),
     "temperature": _one("X", "at which answers are written", 0.8),
     "top": _one("N", "tokens whose log-probabilities are compared, at most the server's --max-logprobs", 20),
-    "dry-run": _removed("start the run: its progress bar says how long it takes, and it can be interrupted"),
     "policies": _several(
         "POLICY",
         f"each as {GRAMMAR}, such as ada-snapkv:kernel=31; full is measured once, without a budget; lookahead=N among "
@@ -269,17 +255,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "report output": _one("FILE", "the Markdown file (default: FOLDER/report.md)", kind=Path),
     "title": _one("TITLE", "of the report", "Quality under eviction"),
     "budget": _one("X", "of tables by task and of maps, or the nearest that was measured", 0.2, parse_budget),
-    "eviction-log": _removed("vllm-kvevict inspect shows what a policy keeps in each layer and head"),
 }
 """What argparse knows of each option, by name; of those that differ by command, also by command and name."""
 
 ALL = "url model output note concurrency timeout tries backoff tasks samples seed"
 TEXTS = "tokens form difficulty policies budgets scopes min-prompt"
 OPTIONS_OF = {
-    "run": f"{ALL} {TEXTS} suite plain label family instruct slack lengths depths questions",
-    "fidelity": f"{ALL} {TEXTS} prompts answer-tokens top dry-run",
+    "run": f"{ALL} {TEXTS} plain label family instruct slack lengths depths questions",
+    "fidelity": f"{ALL} {TEXTS} prompts answer-tokens top",
     "answers": f"{ALL} prompts answer-tokens top temperature policy budgets interval",
-    "report": "output title budget eviction-log",
+    "report": "output title budget",
     "checkpoint": "",
 }
 """Options of each command."""

@@ -114,11 +114,6 @@ def lookahead_policies() -> list[str]:
     return [name for name in available() if can_look_ahead(name)]
 
 
-def repeating_policies() -> list[str]:
-    """Policies that have the model read a prompt a second time."""
-    return [name for name in available() if schedule_for(name).repeats_prompt]
-
-
 register("whole", Whole())
 register("by weight", ByWeight())
 register("by score", ByScore())

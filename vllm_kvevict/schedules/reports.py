@@ -1,9 +1,7 @@
 """What ranks say of an eviction, and what they are told: extra tokens, and what none can decide alone. Owns nothing."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from vllm_kvevict.policies.cuts import CutQuery, Tally
 
@@ -142,21 +140,6 @@ class EvictionRecord:
     def kept_ratio(self) -> float:
         """Share of the entries it could drop that it kept."""
         return (self.kept - self.pinned) / (self.stored - self.pinned)
-
-
-def read_evictions(path: Path) -> Iterator[EvictionRecord]:
-    """The evictions in the file that a server's ``eviction_log`` named, one at a time: it can be large.
-
-    Raises:
-        ValueError: naming the line that is not of such a file.
-    """
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                eviction = EvictionRecord(**json.loads(line))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: not a line of an eviction log") from error
-            yield eviction
 
 
 def join(request_id: str, tokens: int, parts: Sequence[PartOfEviction]) -> EvictionRecord:

@@ -1,6 +1,6 @@
 """Conversations that branch: what they have in common is read once, evicted once, and dropped from its end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,9 +13,6 @@ from tests.engine.support.chains import Watched, without_tails
 from tests.engine.support.loads import Load, repeated
 from tests.engine.support.loads_in_turns import CONVERSATIONS
 from tests.engine.support.servers import Setup, flights, make_request
-from vllm_kvevict.engine.scheduler import scheduler
-from vllm_kvevict.engine.scheduler.nodes import Prefix
-from vllm_kvevict.engine.scheduler.shared.compressed import CompressedPrefixes
 
 SAID = [document(number, 60 + 17 * number) for number in range(6)]
 """By both sides of a conversation in turn."""
@@ -259,85 +256,3 @@ def check_much_happened(simulations: Sequence[Watched]) -> None:
 def test_loads(name: str, first: int) -> None:
     seeds = range(first, first + 10)
     check_much_happened([play_checked(LOADS[name](seed), seed) for seed in seeds])
-
-
-# Controls: each of these makes a load fail.
-
-
-def count_the_parents_pages_too(monkeypatch) -> None:
-    monkeypatch.setattr(Prefix, "pages_of", lambda prefix, rank, count: count.pages)
-
-
-def count_users_of_the_last_alone(monkeypatch) -> None:
-    count = CompressedPrefixes._count_refs
-    monkeypatch.setattr(
-        CompressedPrefixes,
-        "_count_refs",
-        lambda cache, prefix, more, until=None: count(cache, prefix, more, prefix.parent),
-    )
-
-
-def drop_parents(monkeypatch) -> None:
-    may_drop = CompressedPrefixes._may_drop
-
-    def may_drop_any(cache: CompressedPrefixes, prefix: Prefix) -> bool:
-        children, prefix.children = prefix.children, 0
-        try:
-            return may_drop(cache, prefix)
-        finally:
-            prefix.children = children
-
-    monkeypatch.setattr(CompressedPrefixes, "_may_drop", may_drop_any)
-
-
-def look_at_the_part_alone(monkeypatch) -> None:
-    """And at all tokens before it, but not at where they were evicted."""
-    keys_of = scheduler.prefix_keys
-
-    def keys(request: Any, plan: Any, block_size: int, hash_function: Callable[[Any], bytes]) -> Any:
-        def without_first(hashed: tuple[Any, ...]) -> bytes:
-            is_key = len(hashed) > 3  # else it is a block of vLLM's
-            return hash_function(hashed[1:] if is_key else hashed)
-
-        return keys_of(request, plan, block_size, without_first)
-
-    monkeypatch.setattr(scheduler, "prefix_keys", keys)
-
-
-def complete_what_others_use(monkeypatch) -> None:
-    follow = Prefix.follow
-
-    def always(prefix: Prefix, parent: Prefix | None, name: str) -> Prefix | None:
-        if parent is not None:
-            parent.filled_by.clear()
-        return follow(prefix, parent, name)
-
-    monkeypatch.setattr(Prefix, "follow", always)
-
-
-def forget_who_goes_on_in_completed_pages(monkeypatch) -> None:
-    adopt = Prefix.adopt
-
-    def forgetful(parent: Prefix, child: Prefix) -> None:
-        adopt(parent, child)
-        parent.filled_for.clear()
-
-    monkeypatch.setattr(Prefix, "adopt", forgetful)
-
-
-MUTATIONS: dict[str, Any] = {
-    "pages": count_the_parents_pages_too,
-    "users": count_users_of_the_last_alone,
-    "drops": drop_parents,
-    "key": look_at_the_part_alone,
-    "completed twice": complete_what_others_use,
-    "goes on": forget_who_goes_on_in_completed_pages,
-}
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS.keys())
-def test_a_mistake_is_noticed(mutate: Callable[[Any], None], monkeypatch) -> None:
-    mutate(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError)):
-        for seed in range(10):
-            watched(CONVERSATIONS["tight"](seed), seed)

@@ -9,23 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.support import hostile_loads, loads
+from tests.engine.support import hostile_loads
 from tests.engine.support.choices import Choices
-from tests.engine.support.hostile_loads import WINDOW, Outcome, crowded, load_of, play, play_many, summary
+from tests.engine.support.hostile_loads import WINDOW, Outcome, load_of, play, play_many, summary
 from tests.engine.support.loads import Ask, Load
 from tests.engine.support.overtaking import MOST_OVERTAKEN
 from tests.engine.support.servers import Setup, capacities
-from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
-from vllm_kvevict.engine.scheduler.scheduler import MOST_POSTPONED, EvictionScheduler
 from vllm_kvevict.engine.scheduler.shared.store import SharedStore
 from vllm_kvevict.policies import EvictionConfig, LayerScores, available, parameters, select
 from vllm_kvevict.schedules.plan import Admission
 from vllm_kvevict.schedules.registry import plan_of
 
 LAYERS, HEADS = 3, 4
-CROWDS_THAT_HUNG = (24, 56)
-RESETS_THAT_MATTER = (13, 18)
 STUCK_BEFORE: dict[int, tuple[str, ...]] = {
     **dict.fromkeys((67, 133, 137, 142, 281, 365), ()),
     6: ("answers", "streams", "resets"),
@@ -119,13 +115,6 @@ def test_a_request_that_gets_no_further_is_found(
     assert re.search(says, failure), failure
 
 
-def test_a_request_that_nobody_admits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PageLedger, "_may_begin", lambda self, request, _: request.request_id != "small")
-    load = small_load()
-    load.asks[1] = dataclasses.replace(load.asks[1], arrival=1)
-    assert "hang: nothing is scheduled or in flight, 1 requests wait" in (play(load).failure or "")
-
-
 def behind_a_patient_one(**changes: Any) -> Load:
     """A request, and small ones that come later, one in every step."""
     load = small_load(**changes)
@@ -173,48 +162,6 @@ def check_none_failed(outcomes: list[Outcome]) -> None:
     assert not any(outcome.failure for outcome in outcomes), summary(outcomes, 0)
 
 
-def test_what_was_read_for_another_salt_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: prompts that begin alike count as the same, whatever their salt is."""
-    failures = [play(load_of(seed, ["salts"]), seed).failure for seed in range(6)]
-    assert not any(failures)
-    plain = loads.make_request
-
-    def unsalted(*args: Any) -> Any:
-        request = plain(*args[:6])
-        request.cache_salt = args[6]
-        return request
-
-    monkeypatch.setattr(loads, "make_request", unsalted)
-    failures = [play(load_of(seed, ["salts"]), seed).failure for seed in range(6)]
-    assert any(failure and "begins with what was read for" in failure for failure in failures), failures
-
-
 def test_crowds() -> None:
     """60 servers, as many as hung in the one version of vLLM that goes on with who stands behind a prompt put off."""
     check_none_failed(play_many(0, steps=10**6, servers=60, crowd=True))
-
-
-def test_pausing_for_a_prompt_that_vllm_cannot_admit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without looking whether there is a seat, and again after a pause that brought nothing."""
-    schedule = EvictionScheduler.schedule
-
-    def stubborn(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = schedule(self, *args, **kwargs)
-        if self._step.pausing_for in self._postponed:
-            self._postponed[self._step.pausing_for] = MOST_POSTPONED
-        return output
-
-    monkeypatch.setattr(EvictionScheduler, "schedule", stubborn)
-    monkeypatch.setattr(EvictionScheduler, "_admits_requests", lambda self: True)
-    failures = [play(crowded(seed), seed).failure for seed in CROWDS_THAT_HUNG]
-    assert all(failure and "hang: nothing is scheduled" in failure for failure in failures)
-
-
-def test_what_was_read_before_a_reset_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: what was admitted before it goes on to leave what it reads, or writes, for others."""
-    load = load_of(RESETS_THAT_MATTER[0], ["resets"])
-    assert not play(load, RESETS_THAT_MATTER[0]).failure
-    monkeypatch.setattr(Account, "is_invalid", property(lambda self: False, lambda self, value: None))
-    for seed in RESETS_THAT_MATTER:
-        failure = play(load_of(seed, ["resets"]), seed).failure
-        assert failure and re.search(r"_check_fresh .* was read after 1 of 2 resets", failure), seed

@@ -11,8 +11,6 @@ from tests.engine.scheduler.test_shared_prefixes import served
 from tests.engine.support.chains import Watched
 from tests.engine.support.servers import PAGE, TOKEN, flights, make_request
 from vllm_kvevict.engine.scheduler.shared import tails
-from vllm_kvevict.engine.scheduler.shared.tails import Tails
-from vllm_kvevict.schedules import registry
 
 ANSWER = 70
 """Tokens of an answer."""
@@ -230,38 +228,3 @@ def test_a_tail_goes_with_its_chain(monkeypatch) -> None:
     assert len(shared.compressed) == 2
     assert {tail.prefix for tail in shared.tails} == set(shared.compressed)
     check_end(simulation)
-
-
-# Controls: each of these makes what is above fail.
-
-
-def forget_the_window(monkeypatch) -> None:
-    monkeypatch.setattr("vllm_kvevict.schedules.base.Schedule.most_cached", lambda schedule, config, n: n - 1)
-
-
-def take_more_than_is_common(monkeypatch) -> None:
-    monkeypatch.setattr(Tails, "_cut", lambda self, tail, tokens: None)
-
-
-def leave_whatever_is_held(monkeypatch) -> None:
-    monkeypatch.setattr(tails, "_holds_all_behind", lambda account, prefix: True)
-
-
-def check_reads() -> None:
-    test_a_turn_reads_no_more_than_what_chooses_and_its_question("ada-snapkv", {})
-
-
-MISTAKES = {
-    "window": (forget_the_window, check_reads),
-    "cut": (take_more_than_is_common, test_who_tries_again_takes_the_question),
-    "evicted": (leave_whatever_is_held, test_an_answer_that_is_evicted_leaves_none),
-}
-
-
-@pytest.mark.parametrize("mutate, check", MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_with_tails_is_noticed(mutate: Any, check: Any, monkeypatch) -> None:
-    mutate(monkeypatch)
-    registry.plan_of_parts.cache_clear()
-    with pytest.raises((AssertionError, RuntimeError)):
-        check()
-    registry.plan_of_parts.cache_clear()

@@ -1,6 +1,7 @@
 """What is kept of an answer does not depend on ranks, chunks, batch mates, runners, drafts, or what else is served."""
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from tests.engine.support.running import (
     run,
     run_preempted,
 )
-from vllm_kvevict.schedules.reports import read_evictions
 
 RULES = Rules(20, 12, 8)
 SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 512}
@@ -78,7 +78,7 @@ def test_servers(model, expected, name: str, tmp_path) -> None:
         score(llm, ASKS[2], answers[2])
     assert_same(expected, answers)
     # A step may decide what is kept of the prefix, if stages do that together, and then evict the answer.
-    told = [(eviction.policy, eviction.tokens) for eviction in read_evictions(log)]
+    told = [(one["policy"], one["tokens"]) for one in map(json.loads, log.read_text().splitlines())]
     assert told[-4:] == [("lava", 90), *(("ada-snapkv", tokens) for tokens in RULES.positions(ASKS[2]))]
 
 

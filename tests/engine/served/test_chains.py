@@ -16,10 +16,8 @@ from tests.engine.support.running import (
     metric,
     num_preemptions,
     run,
-    run_aborted,
     run_preempted,
 )
-from vllm_kvevict.engine.scheduler import keys
 
 CHAINS = [
     *((policy, 0) for policy in ("ada-snapkv", "lava", "layer-defensivekv", "kvzip", "keydiff", "h2o")),
@@ -50,21 +48,6 @@ def test_preempted(model, read, policy: str, whole: int) -> None:
         assert num_preemptions(llm) >= 5
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("policy", ["ada-snapkv", "kvzip"])
-def test_a_reader_that_goes(model, read, policy: str) -> None:
-    """The second of two requests that share three parts, whatever the first has left of them by then."""
-    first, second = asked(policy)[4:6]
-    aborts = 0
-    with evicting_engine(model, eviction=OPTIONS, **{**CACHING, "max_num_batched_tokens": 64}) as llm:
-        for steps in range(1, 17):
-            gone, tokens = run_aborted(llm, [first, second], [steps, 0])
-            assert tokens == read[policy, 0][5].tokens, steps
-            aborts += gone is None
-            assert llm.reset_prefix_cache()
-    assert aborts >= 10
-
-
 def another(policy: str, **fields: Any) -> Ask:
     """What the first conversation says, by another policy."""
     return turn(policy, SPOKEN[:3], ABLE.index("ada-snapkv"), **fields)
@@ -87,16 +70,6 @@ def test_who_begins_with_a_first_part(model, read, monkeypatch) -> None:
             answer = run(llm, [ask], recorded=False)[0]
             assert metric(llm, "prefix_cache_hits") - before == found, ask
         assert answer.tokens == read["ada-snapkv", WHOLE][1].tokens
-
-
-@pytest.mark.engine
-def test_a_compressed_part_in_its_place_is_noticed(model, read, monkeypatch) -> None:
-    """The control: were it found by its tokens alone, what another request has compressed would be taken for it."""
-    monkeypatch.setattr(keys, "_how", lambda part: (part.begins, part.end))
-    with evicting_engine(model, eviction=OPTIONS, **CACHING) as llm:
-        run(llm, [another("ada-snapkv")], recorded=False)
-        answer = run(llm, [another("ada-snapkv", whole=WHOLE)], recorded=False)[0]
-        assert answer.tokens != read["ada-snapkv", WHOLE][1].tokens
 
 
 @pytest.mark.engine

@@ -12,7 +12,6 @@ from tests.engine.support.conversations import Part, said
 from tests.engine.support.running import Answer, Ask, assert_same, evicting_engine, metric, run, run_preempted
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.request_options import plan_for
-from vllm_kvevict.engine.scheduler.shared.tails import Tails
 
 PAGE = Options.parse({"policy": "ada-snapkv"}).page_size
 SYSTEM, QUESTIONS, ANSWER = (1, 90), ((2, 65), (3, 40), (4, 77), (5, 50)), 24
@@ -103,21 +102,3 @@ def test_all_turns_at_once_preempted_and_with_drafts(model, read) -> None:
             for ask, one in zip(asks, expected, strict=True):
                 assert run(llm, [ask], recorded=False)[0].tokens == one.tokens
         assert metric(llm, "spec_decode_num_accepted_tokens") > 10
-
-
-@pytest.mark.engine
-def test_what_another_request_has_left_is_noticed(model, read, monkeypatch) -> None:
-    """A tail of other tokens makes the answer another one."""
-    asks, expected = read["ada-snapkv"]
-    find, others = Tails.find, spoken("ada-snapkv", [7] * len(asks[0].prompt), list(asks[0].turns))
-    prompt = asks[0].prompt[: SYSTEM[1]] + others.prompt[SYSTEM[1] :]
-    monkeypatch.setattr(
-        Tails, "find", lambda tails, request, prefix: find(tails, request, prefix) or _any(tails)
-    )
-    with evicting_engine(model, eviction=OPTIONS, **CACHING) as llm:
-        run(llm, [spoken("ada-snapkv", prompt, list(asks[0].turns))], recorded=False)
-        assert run(llm, asks[1:2], recorded=False)[0].tokens != expected[1].tokens
-
-
-def _any(tails: Tails) -> Any:
-    return next(((tail, PAGE) for tail in tails), None)

@@ -9,12 +9,14 @@ from transformers import AutoTokenizer
 from tests.engine.support.masked import check_logits, layer_inputs
 from tests.engine.support.running import Answer, Ask, evicting_engine, plain_prompts, run
 from tests.real_model import real_model
-from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, needs, score_layer, select
+from vllm_kvevict.policies import EvictionConfig, LayerInputs, available, score_layer, select
+from vllm_kvevict.policies.inputs import ROTARY
+from vllm_kvevict.policies.registry import lookup
 from vllm_kvevict.quality import texts
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 
 EVICTING = [policy for policy in available() if policy != "full"]
-UNDOING = [policy for policy in EVICTING if "rotary" in needs(policy)]
+UNDOING = [policy for policy in EVICTING if ROTARY in lookup(policy).needs]
 LENGTH, PREFIX = 300, 280
 QUESTION = "\n\nQuestion: In one sentence, what is the text above about?\nAnswer:"
 

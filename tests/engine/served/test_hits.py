@@ -26,7 +26,6 @@ from vllm_kvevict.engine.scheduler.shared.tails import Tails
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.registry import policies_for_parts
 from vllm_kvevict.schedules.base import RankCapacity
-from vllm_kvevict.schedules.plan import Plan
 
 OPTIONS = {"min_turn": 16, "check": True}
 BASE: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "max_num_batched_tokens": 1024}
@@ -166,17 +165,6 @@ def test_hits_say_what_misses_say(name: str, kind: str, model, read, monkeypatch
         for label in [*groups][:3] + [*groups][-3:]:
             say(label)
         assert num_preemptions(llm) == 0
-
-
-@pytest.mark.engine
-def test_a_policy_that_sums_up_its_prompt_would_keep_something_else(model, read, monkeypatch) -> None:
-    """The control: were h2o let begin with cached tokens, it would miss their queries."""
-    monkeypatch.setattr(Plan, "most_cached", lambda plan, tokens: tokens - 1)
-    asks = KINDS["uncompressed"]["h2o"].asks
-    with evicting_engine(model, **CACHING) as llm:
-        run(llm, asks[:1])
-        (answer,) = run(llm, asks[1:2])
-    assert answer.kept != read["uncompressed", "h2o"][1].kept
 
 
 @pytest.mark.engine

@@ -70,30 +70,6 @@ def test_keeps_what_the_model_needs_to_repeat_the_prompt(model, layout, case):
 
 
 @pytest.mark.engine
-def test_what_the_window_asks_for_matters(model):
-    """The control: without it other entries stay."""
-    with evicting_engine(model, eviction=options(**CASES["window"]), **SERVER) as llm:
-        (answer,), prompts = run(llm, [ASK], logits=True), plain_prompts(llm)
-    with pytest.raises(AssertionError):
-        check_evicted(model, ASK, answer, prompts, "all", 512, kvzip_chunk=512)
-
-
-@pytest.mark.engine
-def test_what_the_rows_are_and_see_matters(model):
-    """Controls: rows that see only their chunk, or that begin otherwise, compute other queries."""
-    with evicting_engine(model, eviction=options(), **SERVER) as llm:
-        (answer,), prompts = run(llm, [ASK], logits=True), plain_prompts(llm)
-    check(model, ASK, answer, prompts)
-    assert prompts.first and prompts.before
-    for others in (
-        (prompts, "chunk"),
-        (dataclasses.replace(prompts, before=(9,) * len(prompts.before)), "all"),
-    ):
-        with pytest.raises(AssertionError):
-            check(model, ASK, answer, *others)
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "settings, window", [({}, 0), ({"pipeline_parallel_size": 2}, 32)], ids=["alone", "two stages, a window"]
 )

@@ -80,16 +80,6 @@ def test_where_nothing_can_be_written_each_start_measures(tmp_path):
     assert kept(file, lambda: SLOWER) == SLOWER
 
 
-def test_where_no_file_can_be_locked_the_times_are_kept_all_the_same(tmp_path, monkeypatch):
-    def refuse(*arguments, **options):
-        raise NotImplementedError
-
-    monkeypatch.setattr("filelock.FileLock", refuse)
-    file = tmp_path / "times.json"
-    assert kept(file, lambda: FASTER) == FASTER
-    assert kept(file, _never) == FASTER
-
-
 def test_whatever_changes_the_times_has_a_file_of_its_own(monkeypatch):
     files = {times_file("prefill_attention", SHAPE), times_file("decode_attention", SHAPE)}
     sizes = {"page_size": 16, "head_dim": 128, "rows": 2, "dtype": "bfloat16"}.items()

@@ -124,12 +124,8 @@ def requested_options(args: Any) -> Options | None:
     if args.kv_eviction_config is not None:
         _check_config(args.kv_eviction_config)
         raw.update(args.kv_eviction_config)
-    if args.kv_eviction is not None:
-        raw["policy"] = args.kv_eviction
-    if args.kv_budget is not None:
-        raw["budget"] = args.kv_budget
-    if args.kv_decode_budget is not None:
-        raw["decode_budget"] = args.kv_decode_budget
+    flags = {"policy": args.kv_eviction, "budget": args.kv_budget, "decode_budget": args.kv_decode_budget}
+    raw.update({name: value for name, value in flags.items() if value is not None})
     return Options.parse(raw) if raw else None
 
 
