@@ -62,7 +62,7 @@ def test_what_a_window_takes_of_an_answer(window: int, prompt: int) -> None:
     _, counted = ledger.accounts["r"].beside
     while "r" in ledger.accounts:
         if ledger.accounts["r"].tokens > prompt + 2:
-            most = max(most, ledger.blocks.of_others - other_layers.PADDING)
+            most = max(most, ledger.blocks.of_others - 1)
         simulation.step()
     assert most - 1 <= counted <= most
 
