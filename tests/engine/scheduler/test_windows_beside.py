@@ -17,7 +17,7 @@ from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
 from vllm_kvevict.engine.scheduler.shared import uncompressed
 
 LONGEST, ROWS = 1024, 4
-OPTIONS = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, "policies": "all", "check": True}
+OPTIONS = {"policy": "ada-snapkv", "budget": 0.2, "min_prompt": 0, "check": True}
 
 
 def server(window: int, cached: bool = False, **sizes: Any) -> Simulation:

@@ -86,6 +86,24 @@ def test_beside_other_layers(models, architecture, case):
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("architecture, blocks", [("gpt_oss", 16), ("gemma3_text", 24), ("falcon_h1", 16)])
+def test_beside_other_layers_in_a_tight_pool(models, architecture, blocks):
+    """Requests that are preempted keep the same, and in the end nobody holds a block."""
+    asks = [Ask(300, "kvzip", 0.5, max_tokens=200, seed=seed) for seed in range(4)]
+    common = {"eviction": options(decode_reserve=8), "max_model_len": 640, "max_num_batched_tokens": 96}
+    with evicting_engine(models(architecture), **common) as llm:
+        calm = run(llm, asks)
+    with evicting_engine(models(architecture), **common, num_gpu_blocks_override=blocks) as llm:
+        ledger = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        free = ledger.block_pool.get_num_free_blocks()
+        tight = run(llm, asks)
+        assert num_preemptions(llm)
+        assert ledger.block_pool.get_num_free_blocks() + len(ledger.blocks.as_pages) == free
+    for one, other in zip(calm, tight, strict=True):
+        assert one.tokens == other.tokens and one.kept[0] == other.kept[-1]
+
+
+@pytest.mark.engine
 def test_what_the_window_asks_for_matters(model):
     """The control: without it other entries stay."""
     with evicting_engine(model, eviction=options(**CASES["window"]), **SERVER) as llm:

@@ -5,7 +5,7 @@ Owns the step that is being scheduled: no chunk in it crosses an eviction positi
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -152,7 +152,7 @@ class EvictionScheduler(Scheduler):
         message = output.kv_connector_metadata
         assert isinstance(message, StepMessage)
         if message.extra is not None:
-            self._compute(output, message.extra)
+            output = self._with_extra(output, message.extra)
         if self._postponed:
             for name in output.num_scheduled_tokens:
                 self._postponed.pop(name, None)
@@ -327,8 +327,8 @@ class EvictionScheduler(Scheduler):
         """Whether vLLM admits requests at all: not while it is paused, and not without a seat."""
         return self.pause_state == PauseState.UNPAUSED and self._free_seats > 0
 
-    def _compute(self, output: SchedulerOutput, extra: ExtraTokens) -> None:
-        """Let a step compute extra tokens, as a request of their own that ends with it."""
+    def _with_extra(self, output: SchedulerOutput, extra: ExtraTokens) -> SchedulerOutput:
+        """The same step with extra tokens, as a request of their own that ends with it."""
         request, scratch = self.requests[extra.request_id], self._scratch
         tokens, first = _tokens_of(extra, request, self.kv_cache_manager.plan(request))
         # One token more than is computed, so that nothing is sampled.
@@ -344,13 +344,13 @@ class EvictionScheduler(Scheduler):
             num_computed_tokens=first,
             lora_request=request.lora_request,
         )
-        if copies := scratch.copies(extra.request_id):
-            output.kv_cache_block_copies = [*(output.kv_cache_block_copies or ()), *copies]
         count = len(tokens) - first
         output.scheduled_new_reqs.append(rows)
         output.num_scheduled_tokens[extra.name] = count
-        output.total_num_scheduled_tokens += count
         self.finished_req_ids.add(extra.name)
+        copies = [*(output.kv_cache_block_copies or ()), *scratch.copies(extra.request_id)]
+        total = output.total_num_scheduled_tokens + count
+        return replace(output, total_num_scheduled_tokens=total, kv_cache_block_copies=copies or None)
 
 
 def _tokens_of(extra: ExtraTokens, request: Request, plan: Plan) -> tuple[list[int], int]:
