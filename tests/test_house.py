@@ -61,7 +61,7 @@ LARGE_CLASSES = {"PagedKVCache": 24, "PageLedger": 23}
 SET_FROM_OUTSIDE = {
     "engine.scheduler.answers": "request.max_tokens",
     "engine.scheduler.ledger": "self.prefix_cache_stats.reset",
-    "engine.scheduler.scheduler": "output.total_num_scheduled_tokens request.priority self.kv_cache_manager.ends",
+    "engine.scheduler.scheduler": "request.priority self.kv_cache_manager.ends",
     "engine.scheduler.shared.compressed": "entry.shared entry.storing",
     "engine.scheduler.shared.graph": "node.counted node.held node.is_invalid node.parent.children used.refs",
     "engine.scheduler.shared.segments": "segment.is_ready used.lasting_refs",

@@ -24,7 +24,7 @@ from vllm_kvevict.policies.inputs import Q_WINDOW
 from vllm_kvevict.policies.registry import decoding_policies, lookup, policies_for_parts
 from vllm_kvevict.schedules import inputs
 from vllm_kvevict.schedules.plan import Phase, Plan, needs_reserve
-from vllm_kvevict.schedules.registry import can_look_ahead, lookahead_policies, plan_of
+from vllm_kvevict.schedules.registry import can_look_ahead, lookahead_policies, plan_of, schedule_for
 
 DEFAULT_BUDGET = 0.2
 LONG = 1 << 40  # tokens of a prompt that is longer than any window
@@ -240,6 +240,14 @@ class Options:
         """Numbers of rows that a GPU's kernel for the window's attention is compiled for; others would take seconds."""
         windows = {config.window_for(LONG) for config in self.configs if config.combines_rows_by}
         return sorted(windows | {max(window, self.lookahead) for window in windows})
+
+    @property
+    def most_repeated(self) -> int:
+        """The most tokens of a step that repeats a prompt; 0 where no request may have a policy that does."""
+        found = ((schedule_for(config.policy), config.params) for config in self.configs)
+        return max(
+            (schedule.most_extra_rows(of) for schedule, of in found if schedule.repeats_prompt), default=0
+        )
 
     @property
     def reserved_for(self) -> list[str]:

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvevict.engine import versions
+from vllm_kvevict.engine.config import require_options
 
 NULL_BLOCKS = 1
 """Blocks that vLLM's pool keeps back and its check at start-up does not count: the null block."""
@@ -106,6 +107,11 @@ class LayerMap:
         return len(kinds) <= 1 and kinds <= {SlidingWindowSpec, MambaSpec}
 
     @property
+    def repeats_prompts(self) -> bool:
+        """Whether prompts may be repeated: beside windows, or beside states. No model with both was tried."""
+        return len({type(spec) for spec in self.specs}) <= 1
+
+    @property
     def evicted_layers(self) -> list[int]:
         """All evicted layers in their order."""
         return sorted(layer for group in self.evicted for layer in group)
@@ -122,7 +128,8 @@ class LayerMap:
 
     def blocks_kept(self, vllm_config: Any) -> int:
         """Blocks that are never used for pages: as many as the other groups hold of one request at most, besides
-        vLLM's null block. So whatever else there is, one request can go on. 0 where all layers are evicted."""
+        vLLM's null block and those for repeats. So whatever else there is, one request can go on. 0 where all layers
+        are evicted."""
         if self.all_evicted:
             return 0
         held = (cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in self.specs)
@@ -130,7 +137,17 @@ class LayerMap:
         late = (
             vllm_config.scheduler_config.async_scheduling and vllm_config.cache_config.enable_prefix_caching
         )
-        return sum(held) + late * sum(isinstance(spec, MambaSpec) for spec in self.specs) + NULL_BLOCKS
+        late_blocks = late * sum(isinstance(spec, MambaSpec) for spec in self.specs)
+        return sum(held) + late_blocks + sum(self.scratch(vllm_config)) + NULL_BLOCKS
+
+    def scratch(self, vllm_config: Any) -> tuple[int, ...]:
+        """Blocks of each of the other groups for the repeat of a prompt, one for a state: 0 where no request may have a
+        policy that repeats prompts."""
+        rows = min(require_options(vllm_config).most_repeated, vllm_config.model_config.max_model_len)
+        return tuple(
+            min(1, rows) if isinstance(spec, MambaSpec) else cdiv(rows, spec.block_size)
+            for spec in self.specs
+        )
 
 
 def layer_types(text_config: Any) -> Sequence[str]:

@@ -4,12 +4,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvevict.engine.config import require_options
-from vllm_kvevict.engine.layers import EVICTED_SPECS
+from vllm_kvevict.engine.layers import EVICTED_SPECS, LayerMap
 from vllm_kvevict.engine.memory import layout_of, pages_of_place
 from vllm_kvevict.engine.request_options import plan_for
 
@@ -40,11 +41,14 @@ class BoundedAttentionSpec(AttentionSpec):
         return not self.others_are_cached
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Bytes of one group's blocks that a prompt of ``max_model_len`` tokens needs at once on the fullest rank."""
+        """Bytes of one group's blocks that a prompt of ``max_model_len`` tokens needs at once on the fullest rank, and
+        a share of those that other groups have for repeats."""
         tokens = vllm_config.model_config.max_model_len
         options = require_options(vllm_config)
         pages = pages_of_place(vllm_config, plan_for(options, tokens, most_output=1), tokens)
-        return pages * layout_of(vllm_config, self).page_bytes
+        layers = LayerMap.predicted(vllm_config)
+        scratch = cdiv(sum(layers.scratch(vllm_config)), len(layers.evicted))
+        return pages * layout_of(vllm_config, self).page_bytes + scratch * self.page_size_bytes
 
 
 class NoBlocksManager(FullAttentionManager):

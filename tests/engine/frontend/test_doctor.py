@@ -84,7 +84,7 @@ QWEN2_VL = {
 }
 READ_PROJECTIONS = {"criticalkv", "ada-criticalkv", "defensivekv", "layer-defensivekv"}
 POLICIES = {
-    "layers of several kinds": ([], WINDOWED, {"take", "kvzip"}, "computes some tokens twice"),
+    "layers of several kinds": ([], WINDOWED, {"take"}, "computes some tokens twice"),
     "quantized": (
         [],
         ("llama", "LlamaForCausalLM", LLAMA | {"quantization_config": QUANTIZED}),

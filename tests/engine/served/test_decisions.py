@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from tests.engine.support.masked import check_logits, layer_inputs
@@ -78,11 +79,18 @@ def check_evicted(
     check_logits(model, ask, answer)
 
 
+def check_scores(expected: torch.Tensor | None, found: torch.Tensor | None) -> None:
+    """Scores are right up to rounding."""
+    if expected is not None and found is not None:
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-4 * float(expected.abs().max()))
+
+
 def check_kept(config: EvictionConfig, inputs: list[LayerInputs], answer: Answer) -> None:
     """What a request kept is what a configuration makes of a model's tensors, up to entries at the cut."""
     scores = [score_layer(config, x, i, len(inputs)) for i, x in enumerate(inputs)]
     expected = select(config, scores, inputs[0].num_tokens)
     for layer, heads in enumerate(expected):
+        check_scores(scores[layer].scores, answer.scores[0].get(layer))
         kept = answer.kept[0][layer]
         assert [len(head) for head in kept] == [len(head) for head in heads], (config, layer)
         for head, positions in enumerate(heads):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine.served.test_decisions import check_evicted
+from tests.engine.support.masked import check_logits
 from tests.engine.support.running import (
     Ask,
     evicting_engine,
@@ -21,6 +22,7 @@ from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
 CHUNK = 64
 ASK = Ask(300, "kvzip", 0.2, prefix_len=280)
 SERVER = {"max_model_len": 1024, "max_num_batched_tokens": 100}
+MIXED = ("gpt_oss", "gemma3_text", "granitemoehybrid", "falcon_h1")
 TOKENS = 1024
 """Of a tight pool."""
 LAYOUTS = {
@@ -67,6 +69,38 @@ def test_keeps_what_the_model_needs_to_repeat_the_prompt(model, layout, case):
     assert others[1].kept == answers[0].kept and others[1].tokens == answers[0].tokens
     with pytest.raises(AssertionError):
         check(model, dataclasses.replace(ASK, seed=3), answers[0], prompts, case)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("case", ("all", "chunk"))
+@pytest.mark.parametrize("architecture", MIXED)
+def test_beside_other_layers(models, architecture, case):
+    """What these remember of a prompt is what its repeats see, and stays as it was."""
+    model = models(architecture)
+    asks = [ASK, Ask(200, "kvzip", 0.3, seed=1), Ask(321, "kvzip", 0.2, seed=2), Ask(150, "ada-snapkv", 0.2)]
+    with evicting_engine(model, eviction=options(**CASES[case]), **SERVER) as llm:
+        answers, prompts = run(llm, asks, logits=True), plain_prompts(llm)
+    for ask, answer in zip(asks[:3], answers, strict=False):
+        check(model, ask, answer, prompts, case)
+    check_logits(model, asks[3], answers[3])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("architecture, blocks", [("gpt_oss", 16), ("gemma3_text", 24), ("falcon_h1", 16)])
+def test_beside_other_layers_in_a_tight_pool(models, architecture, blocks):
+    """Requests that are preempted keep the same, and in the end nobody holds a block."""
+    asks = [Ask(300, "kvzip", 0.5, max_tokens=200, seed=seed) for seed in range(4)]
+    common = {"eviction": options(decode_reserve=8), "max_model_len": 640, "max_num_batched_tokens": 96}
+    with evicting_engine(models(architecture), **common) as llm:
+        calm = run(llm, asks)
+    with evicting_engine(models(architecture), **common, num_gpu_blocks_override=blocks) as llm:
+        ledger = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        free = ledger.block_pool.get_num_free_blocks()
+        tight = run(llm, asks)
+        assert num_preemptions(llm)
+        assert ledger.block_pool.get_num_free_blocks() + len(ledger.blocks.as_pages) == free
+    for one, other in zip(calm, tight, strict=True):
+        assert one.tokens == other.tokens and one.kept[0] == other.kept[-1]
 
 
 @pytest.mark.engine

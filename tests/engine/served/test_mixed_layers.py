@@ -26,6 +26,8 @@ from tests.engine.support.running import (
 from vllm_kvevict.engine.layers import LayerMap
 from vllm_kvevict.engine.memory import bounds_of
 
+UNREPEATED = {"policies": "unreserved"}
+"""Without policies that repeat prompts, for which other layers have blocks of their own."""
 LONG_ANSWERS = [Ask(40 + 20 * i, "full", max_tokens=350, seed=i) for i in range(5)]
 """They outgrow the pages."""
 MANY = [Ask(20, "full", max_tokens=120 + i, seed=i) for i in range(16)]
@@ -43,7 +45,7 @@ def test_memory_that_both_kinds_of_layers_are_short_of(models):
     with evicting_engine(model) as llm:
         expected.append(tokens_of(run(llm, EVICTED)))
         assert num_preemptions(llm) == 0
-    with evicting_engine(model, eviction={"decode_reserve": 16}, **settings) as llm:
+    with evicting_engine(model, eviction={**UNREPEATED, "decode_reserve": 16}, **settings) as llm:
         ledger = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
         preempted, as_pages = [0], []
         for load, tokens in zip(loads, expected, strict=True):
@@ -165,7 +167,7 @@ def test_cached_prefixes_and_windows_that_are_short_of_memory(models, blocks):
     model = models("gemma3_text")
     with evicting_engine(model, **CACHING | {"enable_prefix_caching": False}) as llm:
         expected = run(llm, asks, logits=True)
-    short = {"num_gpu_blocks_override": blocks, "eviction": {"decode_reserve": 1}}
+    short = {"num_gpu_blocks_override": blocks, "eviction": {**UNREPEATED, "decode_reserve": 1}}
     with evicting_engine(model, **CACHING, **short) as llm:
         for _ in range(2):
             assert_same(expected, run(llm, asks, logits=True), kept=False)

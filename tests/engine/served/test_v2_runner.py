@@ -46,7 +46,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "small": {**BASE, "max_num_batched_tokens": 64},
     "answers": {**anywhere.SMALL, "eviction": anywhere.OPTIONS},
     "turns": {**hits.BASE, "eviction": hits.OPTIONS},
-    "windows": {"max_num_seqs": 16, "max_model_len": 512, "max_num_batched_tokens": 128},
+    "windows": {
+        "max_num_seqs": 16,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 128,
+        "eviction": {"policy_params": {"kvzip": {"kvzip_chunk": 64}}},
+    },
     "lookahead": {**lookahead.SMALL, "eviction": lookahead.OPTIONS},
 }
 SMALL = [
@@ -54,7 +59,7 @@ SMALL = [
     Ask(45, "full", max_tokens=6, seed=1),
     Ask(66, "lava", 0.7, max_tokens=2, seed=2),
 ]
-WINDOWED = [ask for ask in ASKS if ask.policy != "take"]
+WINDOWED = [*(ask for ask in ASKS if ask.policy != "take"), Ask(210, "kvzip", 0.3, max_tokens=9, seed=6)]
 """What a model can be asked of which some layers see a window only."""
 CACHING = {"enable_prefix_caching": True, "block_size": 32}
 TURNS = [*conversation("kvzip"), *conversation("lava", 1)]
@@ -98,7 +103,7 @@ def second(model, windowed, tmp_path_factory):
             {
                 **windows,
                 "model": windowed,
-                "num_gpu_blocks_override": 16,
+                "num_gpu_blocks_override": 18,
                 "batches": [WINDOWED] * 2,
                 "ahead": True,
             },

@@ -213,14 +213,35 @@ def with_adapters(load: Load, seed: int) -> Load:
 
 
 def with_layers(load: Load, seed: int) -> Load:
-    """The same load with a model that has windows, or states, beside the layers that are evicted."""
+    """The same load with a model that has windows, or states, beside the layers that are evicted; on one server of
+    three with many prompts that are repeated."""
     choose = random.Random(f"layers {seed}")
     window = choose.choice((0, 20, 100, 100, 300))
     states = not window or choose.random() < 0.2
     # Not windows and states in one model, nor states that drafts would change.
     is_cached = load.setup.prefix_caching and not (states and (window or load.setup.drafts))
     setup = dataclasses.replace(load.setup, window=window, states=states, prefix_caching=is_cached)
-    return dataclasses.replace(load, setup=setup)
+    load = dataclasses.replace(load, setup=setup)
+    return _repeating(load, choose) if choose.random() < 0.3 and not setup.adapters else load
+
+
+def _repeating(load: Load, choose: random.Random) -> Load:
+    """The same load where half of the requests have their prompts repeated, in chunks; with memory for one or more."""
+    options, chunk = dict(load.setup.options or {}), {"kvzip_chunk": choose.choice((64, 64, 200))}
+    options |= chunk if options["policy"] == "kvzip" else {"policy_params": {"kvzip": chunk}}
+    longest, times = max(load.setup.max_model_len, 500), choose.choice((1, 1, 1.5, 2, 4))
+    setup = dataclasses.replace(load.setup, max_model_len=longest, options=options)
+    while not starts(sized(setup, times)) and times < 10:
+        times *= 1.1
+    asks = []
+    for ask in load.asks:
+        extra, prompt = dict(ask.extra_args), ask.prompt
+        if choose.random() < 0.5:
+            extra["kv_eviction"] = "kvzip"
+            prompt = min(prompt, longest - 200)
+        least = min(ask.min_tokens, ask.output)
+        asks.append(dataclasses.replace(ask, extra_args=extra, prompt=prompt, min_tokens=least))
+    return dataclasses.replace(load, setup=sized(setup, times), asks=asks)
 
 
 def with_answers(load: Load, seed: int) -> Load:
@@ -484,6 +505,7 @@ class Watch:
     def __init__(self, load: Load, seed: int, greeds: Sequence[str] = GREEDS):
         self.load = load
         self.simulation = Simulation(load.setup, seed, greeds)
+        self.free_blocks = self.simulation.ledger.block_pool.get_num_free_blocks()
         self.overtaking = Overtaking(load.setup, self.simulation.scheduler)
         self.outcome = Outcome(seed)
         self.requests: dict[str, Request] = {}
@@ -634,6 +656,12 @@ class Watch:
         while simulation.scheduler.has_requests():
             self.step()
         held = [simulation.workers.held(rank) for rank in range(len(setup.shapes))]
+        blocks = simulation.ledger.blocks
+        if (
+            blocks is not None
+            and simulation.ledger.block_pool.get_num_free_blocks() + len(blocks.as_pages) != self.free_blocks
+        ):
+            raise Stuck("when all requests are gone other layers hold blocks")
         if simulation.workers.ring:
             raise Stuck(f"when all requests are gone {simulation.workers.ring} have parts of the ring")
         if any(held) or any(simulation.ledger.books.used) or simulation.ledger.accounts:
@@ -732,7 +760,10 @@ def load_of(seed: int, kinds: Sequence[str] = (), crowd: bool = False) -> Load:
     load = crowded(seed) if crowd else hostile(seed)
     for kind, change in KINDS.items():
         load = change(load, seed) if kind in kinds else load
-    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, depth=deepest(load.setup)))
+    depth = deepest(load.setup)
+    if load.setup.has_other_layers:  # with as many steps in flight as vLLM's windows have blocks for
+        depth = make_config(load.setup).max_concurrent_batches
+    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, depth=depth))
 
 
 def play_many(

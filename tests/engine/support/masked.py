@@ -43,7 +43,7 @@ def masked_logits(
 
     Args:
         events: evictions; the rows behind each see only what it keeps.
-        seen: bool [tokens, tokens], what each row may see besides; None: whatever is not behind it.
+        seen: bool [tokens, tokens], what each row may see where it sees no window; None: whatever is not behind it.
         images: what a model that reads images is given beside the prompt's tokens.
         watch: is given the queries, keys ([heads, tokens, d]), scale and values of each layer that is evicted.
     """
@@ -55,7 +55,7 @@ def masked_logits(
         group = query.shape[1] // key.shape[1]
         n = query.shape[2]
         visible = torch.ones(key.shape[1], n, n, dtype=torch.bool).tril()
-        if seen is not None:
+        if seen is not None and sliding_window is None:
             visible &= seen
         if sliding_window is not None:
             width = sliding_window + WIDER.get(module.config.model_type, 0)
@@ -141,7 +141,8 @@ def layer_inputs(
     chunk: int | None = None,
     sees: str = "all",
 ) -> list[LayerInputs]:
-    """What policies may read of each layer of a prompt, from a token on, once that was computed and repeated.
+    """What policies may read of each layer of a prompt, from a token on, once that was computed and repeated; no
+    projections and rotations where the model has other layers, too.
 
     Args:
         events: evictions of what is before.
@@ -168,14 +169,15 @@ def layer_inputs(
             )
             most.setdefault(layer, []).append(_most_attention(query, key, scale, sinks, part, len(rows)))
     network = _network(model, torch.float32, with_images=False)
-    with torch.inference_mode():
-        tables = network.model.rotary_emb(torch.zeros(1), torch.arange(n)[None])
-    # Hugging Face repeats them for the other half of the dimensions.
-    cos, sin = (table[0, :, : table.shape[2] // 2] for table in tables)
+    is_mixed = len(tensors) < network.config.num_hidden_layers
+    rotary = None if is_mixed else _rotary(network, n)
     inputs = []
     for layer, (query, key, scale, value) in sorted(tensors.items()):
         own_query, own_key, own_value = (x[:, begins:n] for x in (query, key, value))
-        w_o = network.model.layers[layer].self_attn.o_proj.weight.T.unflatten(0, (len(query), -1))
+        w_o = None
+        if not is_mixed:
+            projection = network.model.layers[layer].self_attn.o_proj.weight.detach()
+            w_o = projection.T.unflatten(0, (len(query), -1))
         inputs.append(
             LayerInputs(
                 own_query,
@@ -183,14 +185,23 @@ def layer_inputs(
                 own_value,
                 scale=scale,
                 q_all=own_query,
-                w_o=w_o.detach(),
-                rotary=Rotary(cos, sin, network.config.model_type in INTERLEAVED),
+                w_o=w_o,
+                rotary=rotary,
                 repeated=torch.cat(most[layer], 1),
                 earlier_keys=[key[head, row] for head, row in enumerate(stored[layer])] if stored else None,
                 begins=begins,
             )
         )
     return inputs
+
+
+def _rotary(network: torch.nn.Module, n: int) -> Rotary:
+    """How a model turns the keys and queries of its first tokens."""
+    with torch.inference_mode():
+        tables = network.model.rotary_emb(torch.zeros(1), torch.arange(n)[None])
+    # Hugging Face repeats them for the other half of the dimensions.
+    cos, sin = (table[0, :, : table.shape[2] // 2] for table in tables)
+    return Rotary(cos, sin, network.config.model_type in INTERLEAVED)
 
 
 def _most_attention(

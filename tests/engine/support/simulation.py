@@ -30,7 +30,7 @@ from tests.engine.support.servers import (
     make_scheduler,
     options_of,
 )
-from tests.engine.support.windows import WindowBlocks
+from tests.engine.support.windows import WindowBlocks, check_repeat
 from vllm_kvevict.engine.messages import Holdings, RankMessage, StorePrefix, WorkerMessages
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.policies import take
@@ -952,6 +952,7 @@ class Simulation:
             assert not unfinished, f"hang: nothing is scheduled or in flight, {unfinished} requests wait"
         if self.workers is not None:
             self.windows.step(self.scheduler, output, self.workers.resets)
+            check_repeat(self.scheduler, output)
         self.in_flight.append((output, self._execute(output)))
         return output
 

@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.schedules.plan import Plan
+from vllm_kvevict.schedules.registry import schedule_of
 
 
 @dataclass(frozen=True)
@@ -116,3 +117,35 @@ class WindowBlocks:
         assert found.hashes[:whole] == request.block_hashes[:whole], f"{what}, who has others"
         assert found.tokens[:end] == list(request.all_token_ids[:end]), f"{what}, who has others"
         assert _evicted_before(found.plan, end) == _evicted_before(plan, end), f"{what}, evicted before"
+
+
+def check_repeat(scheduler: Scheduler, output: SchedulerOutput) -> None:
+    """The repeat of a prompt sees what other layers remember of that, and changes nothing that anybody holds."""
+    ledger, extra = scheduler.kv_cache_manager, output.kv_connector_metadata.extra
+    assert isinstance(ledger, PageLedger)
+    if ledger.blocks is None or extra is None:
+        return
+    request = scheduler.requests[extra.request_id]
+    if not schedule_of(ledger.plan(request).part_of(extra.start)).repeats_prompt:
+        return  # such a model has no probes
+    (repeat,) = (new for new in output.scheduled_new_reqs if new.req_id == extra.name)
+    first, end = (
+        repeat.num_computed_tokens,
+        repeat.num_computed_tokens + output.num_scheduled_tokens[extra.name],
+    )
+    managers = ledger.coordinator.single_type_managers
+    held = {block.block_id for x in managers for blocks in x.req_to_blocks.values() for block in blocks}
+    held |= {block.block_id for block in ledger.blocks.as_pages} | {ledger.block_pool.null_block.block_id}
+    for manager in managers:
+        ids = repeat.block_ids[manager.kv_cache_group_id]
+        own = [block.block_id for block in manager.req_to_blocks[extra.request_id]]
+        if isinstance(manager, MambaManager):
+            assert (own[-1], ids[0]) in output.kv_cache_block_copies, "it has no copy of a state"
+            assert len(ids) == (cdiv(end, manager.block_size) if _is_cached(manager) else 1)
+        elif isinstance(manager, SlidingWindowManager):
+            size = manager.block_size
+            sees, ends = max(0, first + 1 - manager.sliding_window) // size, cdiv(first, size)
+            assert 0 not in ids[sees:ends] and ids[sees:ends] == own[sees:ends], "it sees another window"
+            ids = ids[ends:]
+            assert len(ids) == cdiv(end, size) - ends, "it has too few blocks"
+        assert held.isdisjoint(ids), "it computes in blocks that are in use"

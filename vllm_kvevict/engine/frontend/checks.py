@@ -326,8 +326,9 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
         KVEvictionError: one sentence naming the flags.
     """
     check_stages(config, list(map(len, evicted_layers_of_stages(vllm_config))), name)
-    computes_twice = schedule_for(config.policy).most_extra_rows(config.params)
-    if computes_twice and not LayerMap.predicted(vllm_config).all_evicted:
+    layers, schedule = LayerMap.predicted(vllm_config), schedule_for(config.policy)
+    is_undone = layers.all_evicted or (schedule.repeats_prompt and layers.repeats_prompts)
+    if schedule.most_extra_rows(config.params) and not is_undone:
         raise KVEvictionError(
             f"{name} {config.policy} cannot serve this model: it computes some tokens twice, which layers without "
             "full attention cannot undo, so choose another policy",

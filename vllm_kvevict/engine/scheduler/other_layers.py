@@ -18,9 +18,6 @@ from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
 from vllm_kvevict.engine.scheduler.snapshots import Snapshot, Snapshots
 from vllm_kvevict.schedules.base import RankCapacity
 
-PADDING = 1
-"""Blocks that are vLLM's own for good."""
-
 
 class OtherLayers:
     """Shares the memory out between pages and the blocks of other layers, as either needs it.
@@ -38,6 +35,8 @@ class OtherLayers:
     ):
         self._manager, self._blocks, self._block = manager, blocks, block
         self.snapshots = Snapshots(manager)
+        self._padding = 0 if blocks is None else blocks.of_others
+        """Blocks that are taken for good: no request holds any yet."""
         self._pages_per_block = [rank.pages // blocks.most if blocks else 0 for rank in ranks]
 
     @property
@@ -66,7 +65,7 @@ class OtherLayers:
         if self._blocks is None:
             return list(while_read), list(at_end)
         while_new_is_read, afterwards = self.blocks_beside(new)
-        soon, later = PADDING + while_new_is_read, PADDING + afterwards
+        soon, later = self._padding + while_new_is_read, self._padding + afterwards
         for account in accounts:
             soon += account.beside[0] if account.is_reading else account.beside[1]
             later += account.beside[1]

@@ -5,7 +5,7 @@ Owns the step that is being scheduled: no chunk in it crosses an eviction positi
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from vllm_kvevict.engine.request_options import RequestOptions
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.keys import next_key, prefix_keys
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.engine.scheduler.scratch import ScratchBlocks
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
@@ -91,6 +92,7 @@ class EvictionScheduler(Scheduler):
         vllm_config = self.vllm_config
         options = require_options(vllm_config)
         hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        layers = LayerMap.found(self.kv_cache_config.kv_cache_groups)
         self.kv_cache_manager = PageLedger(
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
@@ -105,7 +107,7 @@ class EvictionScheduler(Scheduler):
             # follow an eviction.
             fewest_read=2 if self.num_spec_tokens else 1,
             most_adapters=vllm_config.lora_config.max_loras if vllm_config.lora_config else 0,
-            blocks_kept=LayerMap.found(self.kv_cache_config.kv_cache_groups).blocks_kept(vllm_config),
+            blocks_kept=layers.blocks_kept(vllm_config),
             prefix_keys=partial(prefix_keys, block_size=self.hash_block_size, hash_function=hash_function),
             next_key=partial(next_key, hash_function=hash_function),
             control=AdmissionControl(
@@ -117,6 +119,8 @@ class EvictionScheduler(Scheduler):
             waiting_requests=self._waiting_requests,
             tokens_left=lambda: self._step.tokens_left,
         )
+        # The ledger counts these among what is taken for good, once it learns of the ranks.
+        self._scratch = ScratchBlocks(self.kv_cache_manager, layers.scratch(vllm_config))
         self.connector.bind_kv_cache_manager(self.kv_cache_manager)
 
     def add_request(self, request: Request) -> None:
@@ -148,7 +152,7 @@ class EvictionScheduler(Scheduler):
         message = output.kv_connector_metadata
         assert isinstance(message, StepMessage)
         if message.extra is not None:
-            self._compute(output, message.extra)
+            output = self._with_extra(output, message.extra)
         if self._postponed:
             for name in output.num_scheduled_tokens:
                 self._postponed.pop(name, None)
@@ -355,9 +359,9 @@ class EvictionScheduler(Scheduler):
         """Whether vLLM admits requests at all: not while it is paused, and not without a seat."""
         return self.pause_state == PauseState.UNPAUSED and self._free_seats > 0
 
-    def _compute(self, output: SchedulerOutput, extra: ExtraTokens) -> None:
-        """Let a step compute extra tokens, as a request of their own that ends with it."""
-        request = self.requests[extra.request_id]
+    def _with_extra(self, output: SchedulerOutput, extra: ExtraTokens) -> SchedulerOutput:
+        """The same step with extra tokens, as a request of their own that ends with it."""
+        request, scratch = self.requests[extra.request_id], self._scratch
         tokens, first = _tokens_of(extra, request, self.kv_cache_manager.plan(request))
         # One token more than is computed, so that nothing is sampled.
         with_end = [*tokens, tokens[-1]]
@@ -368,15 +372,17 @@ class EvictionScheduler(Scheduler):
             mm_features=[],
             sampling_params=SamplingParams(temperature=0),
             pooling_params=None,
-            block_ids=self.kv_cache_manager.get_block_ids(extra.name),
+            block_ids=scratch.tables(extra.request_id, first, len(tokens)),
             num_computed_tokens=first,
             lora_request=request.lora_request,
         )
         count = len(tokens) - first
         output.scheduled_new_reqs.append(rows)
         output.num_scheduled_tokens[extra.name] = count
-        output.total_num_scheduled_tokens += count
         self.finished_req_ids.add(extra.name)
+        copies = [*(output.kv_cache_block_copies or ()), *scratch.copies(extra.request_id)]
+        total = output.total_num_scheduled_tokens + count
+        return replace(output, total_num_scheduled_tokens=total, kv_cache_block_copies=copies or None)
 
 
 def _tokens_of(extra: ExtraTokens, request: Request, plan: Plan) -> tuple[list[int], int]:
