@@ -133,12 +133,12 @@ class LayerMap:
         if self.all_evicted:
             return 0
         held = (cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes) for spec in self.specs)
-        # A state is given back a step late.
-        late = (
-            vllm_config.scheduler_config.async_scheduling and vllm_config.cache_config.enable_prefix_caching
-        )
-        late_blocks = late * sum(isinstance(spec, MambaSpec) for spec in self.specs)
-        return sum(held) + late_blocks + sum(self.scratch(vllm_config)) + NULL_BLOCKS
+        late = 0
+        if vllm_config.cache_config.enable_prefix_caching:
+            # Each step in flight may have a state of its own.
+            late = sum(isinstance(spec, MambaSpec) for spec in self.specs)
+            late *= vllm_config.max_concurrent_batches - 1
+        return sum(held) + late + sum(self.scratch(vllm_config)) + NULL_BLOCKS
 
     def scratch(self, vllm_config: Any) -> tuple[int, ...]:
         """Blocks of each of the other groups for the repeat of a prompt, one for a state: 0 where no request may have a

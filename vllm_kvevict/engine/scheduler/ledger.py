@@ -97,7 +97,7 @@ class PageLedger(KVCacheManager):
         """
         ranks, kept = control.bounds.ranks, self._blocks_kept
         self.blocks = SharedBlocks(self.block_pool, kept, self.outbox) if kept else None
-        self.others = OtherLayers(self, self.blocks, ranks, self._block)
+        self.others = OtherLayers(self, self.blocks, control.bounds, self._block)
         self.books = Books(ranks, self.others)
         self.requests = Requests(self.options, control, self._keys_of, self._next_key, self._fewest_read)
         self.extra_tokens = ExtraTokensSlot(self.requests)

@@ -16,7 +16,7 @@ from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import PATIENCE
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
 from vllm_kvevict.engine.scheduler.snapshots import Snapshot, Snapshots
-from vllm_kvevict.schedules.base import RankCapacity
+from vllm_kvevict.schedules.bounds import MemoryBounds
 
 
 class OtherLayers:
@@ -31,13 +31,15 @@ class OtherLayers:
     """
 
     def __init__(
-        self, manager: KVCacheManager, blocks: SharedBlocks | None, ranks: Sequence[RankCapacity], block: int
+        self, manager: KVCacheManager, blocks: SharedBlocks | None, bounds: MemoryBounds, block: int
     ):
         self._manager, self._blocks, self._block = manager, blocks, block
         self.snapshots = Snapshots(manager)
         self._padding = 0 if blocks is None else blocks.of_others
         """Blocks that are taken for good: no request holds any yet."""
-        self._pages_per_block = [rank.pages // blocks.most if blocks else 0 for rank in ranks]
+        self._pages_per_block = [rank.pages // blocks.most if blocks else 0 for rank in bounds.ranks]
+        self._in_flight = bounds.num_stages + bounds.is_asynchronous
+        """Steps that may be in flight."""
 
     @property
     def exist(self) -> bool:
@@ -220,8 +222,9 @@ class OtherLayers:
         """The most blocks that they will hold of a waiting request while it is read."""
         blocks = self._blocks_for(min(request.num_tokens, self._manager.max_model_len), 0)
         managers = self._manager.coordinator.single_type_managers
-        # A state that may be kept lies beside the one that follows it.
-        return blocks + sum(getattr(x, "mamba_cache_mode", None) == "align" for x in managers)
+        # Where states are kept, each step in flight may have one beside the one that follows it.
+        kept = sum(getattr(x, "mamba_cache_mode", None) == "align" for x in managers)
+        return blocks + kept * self._in_flight
 
     def pages_beside(self, tokens: int) -> list[int]:
         """Pages of each rank in the blocks that they hold of a request that has read so many tokens."""
