@@ -106,3 +106,34 @@ def test_our_layers_are_in_no_group_with_whole_ones() -> None:
         source.broken("our layers are grouped with whole ones", "the layers of a draft model get no blocks")
     if apart[2:] != [1, 1]:
         source.broken("a subclass of FullAttentionSpec has groups of its own", "our spec can be one again")
+
+
+def test_blocks_with_windows_and_states_are_copied_in_part() -> None:
+    """Once this fails, prefixes can be cached on models with both."""
+    import torch
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+    from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+    window = torch.arange(2 * 4 * 64).view(2, 4, 64)[0]  # the first of two places in each block
+    state = window[:, :32]
+    copy_kv_cache_blocks_inplace([state, window], 4, [KVCacheBlockCopy(1, 2)])
+    assert torch.equal(state[1], state[2])
+    assert not torch.equal(window[1], window[2]), "vLLM copies whole blocks now"
+
+
+def test_states_are_saved_within_a_step_on_every_platform() -> None:
+    """Once this fails, layers with states may ask for that where vLLM can do it."""
+    import inspect
+
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    code = inspect.getsource(MambaMixer2.get_kv_cache_spec)
+    assert "num_prefill_checkpoint_blocks=1" in code and "platform" not in code
+
+
+def test_two_kinds_of_quantized_kv_have_one_number() -> None:
+    """From 0.33 on. Once this fails, KV pages may be of a kind of their own there."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    octave = getattr(KVQuantMode, "OCTAVE_K3V4", None)
+    assert octave is None or octave is getattr(KVQuantMode, "CUSTOM", None)
