@@ -53,10 +53,9 @@ class Books:
 
     def usage(self, borrowed: Sequence[int]) -> float:
         """Share of the pool in use on the fullest rank, if so many pages of what is cached are in use."""
-        pages = zip(self.ranks, self.used, borrowed, self.others.pages(), strict=True)
-        return max(
-            ((used + shared + beside) / rank.pages for rank, used, shared, beside in pages), default=0.0
-        )
+        beside = self.others.pages(-self.others.snapshots.blocks_without())
+        pages = zip(self.ranks, self.used, borrowed, beside, strict=True)
+        return max(((used + shared + more) / rank.pages for rank, used, shared, more in pages), default=0.0)
 
     @property
     def left(self) -> list[int]:

@@ -157,6 +157,12 @@ class OtherLayers:
         fewer = self.snapshots.blocks_without(kept)
         return [now - then for now, then in zip(self.pages(), self.pages(-fewer), strict=True)]
 
+    @property
+    def pages_of_copies(self) -> list[int]:
+        """Pages of each rank in blocks that a request has twice which begins in the middle of them."""
+        groups = len(self._manager.coordinator.single_type_managers)
+        return [groups * pages for pages in self._pages_per_block]
+
     def make_snapshot(self, request_id: str, tokens: int, pages: Sequence[int]) -> Snapshot | None:
         """A snapshot of a request, for which there are blocks beside so many pages of each rank; None where all layers
         are evicted."""

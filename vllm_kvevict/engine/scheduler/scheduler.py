@@ -29,6 +29,7 @@ from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.keys import next_key, prefix_keys
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.engine.scheduler.scratch import ScratchBlocks
+from vllm_kvevict.engine.scheduler.shared.uncompressed import whole_until
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
 from vllm_kvevict.schedules.repeat_prompts import RepeatPrompts
@@ -261,7 +262,9 @@ class EvictionScheduler(Scheduler):
         """
         found = num_new_local_computed_tokens, num_external_computed_tokens
         start = request.num_computed_tokens + sum(found)
-        if start >= max(request.num_prompt_tokens, request.num_tokens - 1):
+        is_read = start >= max(request.num_prompt_tokens, request.num_tokens - 1)
+        # Behind an eviction nothing is kept.
+        if is_read or start >= whole_until(self.kv_cache_manager.plan(request)):
             return num_new_tokens
         left: int = super()._mamba_block_aligned_split(request, num_new_tokens, *found)
         ends = self.kv_cache_manager.shared.uncompressed.ends(request)

@@ -100,9 +100,10 @@ class CompressedPrefixes(Graph[Prefix]):
         """Whether the pool can hold a prefix and the rest of a request's prompt."""
         held, borrowed = prefix.held_by_chain, prefix.borrowed
         plan, bounds = self._requests.plan(request), self._requests.control.bounds
+        copies = self._books.others.pages_of_copies
         for rank, capacity in enumerate(self._books.ranks):
             own = bounds.most_held(plan, rank, prefix.kept[rank], request.num_tokens) - borrowed[rank]
-            if held[rank] + own > capacity.pages:
+            if held[rank] + own + copies[rank] > capacity.pages:
                 logger.debug_once(
                     "KV eviction: request %s reads its prefix again, because the rest of its prompt does not fit the "
                     "pool together with the compressed prefix",
