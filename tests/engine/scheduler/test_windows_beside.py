@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.support.servers import PAGE, Setup, make_request
 from tests.engine.support.simulation import Simulation
-from vllm_kvevict.engine.scheduler import other_layers
+from vllm_kvevict.engine.scheduler import other_layers, scheduler
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import PATIENCE
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
@@ -108,7 +108,8 @@ def test_what_others_may_begin_with(
     assert found_beside(is_reset, has_states) > 0
     if is_reset:
         monkeypatch.setattr(Account, "invalidate", lambda self: None)
-    monkeypatch.setattr(uncompressed, "whole_until", lambda plan: sys.maxsize)
+    for module in (uncompressed, scheduler):
+        monkeypatch.setattr(module, "whole_until", lambda plan: sys.maxsize)
     with pytest.raises(AssertionError, match="read before a reset" if is_reset else "evicted before"):
         found_beside(is_reset, has_states)
 
