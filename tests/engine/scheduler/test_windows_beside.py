@@ -175,7 +175,47 @@ def crowd_of_prefixes(seed: int, columns: int = 40, **layers: Any) -> Simulation
 @pytest.mark.parametrize("columns", [33, 100])
 def test_compressed_prefixes_beside_other_layers(columns: int, layers: dict[str, Any]) -> None:
     """Everybody ends, in whatever they begin; what is found there is what its first reader has left."""
-    assert sum(crowd_of_prefixes(seed, columns, **layers).workers.hits for seed in range(3)) > 3
+    crowds = [crowd_of_prefixes(seed, columns, **layers) for seed in range(3)]
+    assert sum(crowd.workers.hits for crowd in crowds) > 3
+    assert max(max(crowd.preemptions.values()) for crowd in crowds) <= PATIENCE + 1
+
+
+def asked(simulation: Simulation, name: str, prompt: list[int], fields: dict[str, Any]) -> int:
+    """Tokens that a request reads."""
+    before = simulation.prefilled
+    simulation.add(make_request(name, prompt, 2, fields))
+    simulation.run(500)
+    return simulation.prefilled - before
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_prefix_is_found_again(has_states: bool) -> None:
+    """Whose snapshot went: the next request reads it anew, and leaves another one."""
+    simulation = server(0 if has_states else 100, cached=True, states=has_states)
+    shared, ends = simulation.ledger.shared, [300, 360, 420]
+    questions = [[*PROMPT[:420], *LAST[:20], number] for number in range(4)]
+    fields = {"kv_eviction": "snapkv", "kv_turns": ends}
+    assert [asked(simulation, f"a{n}", questions[n], fields) for n in range(2)] == [441, 21]
+    while shared.compressed._release_one(shared.compressed):
+        pass
+    assert [asked(simulation, f"b{n}", questions[n], fields) for n in range(2, 4)] == [441, 21]
+
+
+def test_nobody_begins_with_what_is_read_again_in_the_same_step() -> None:
+    """One that waits copies its last block before the other one has written it."""
+    crowd_of_prefixes(491608, 40, window=300, priority=True)
+
+
+def test_where_there_are_too_many_prefixes_their_snapshots_stay() -> None:
+    """As long as there is memory: to part with them makes no place for another prefix."""
+    simulation = server(100, cached=True)
+    compressed = simulation.ledger.shared.compressed
+    for number in range(3):
+        prompt = [*(8 + number * 131 + token for token in range(300)), *LAST]
+        asked(simulation, f"r{number}", prompt, {"kv_eviction": "snapkv", "kv_turns": [100, 200, 300]})
+    compressed.most = 9
+    asked(simulation, "last", PROMPT[300:], {"kv_eviction": "snapkv", "kv_prefix_len": 200})
+    assert [prefix.snapshot is None for prefix in compressed] == [False] * 9
 
 
 def test_cached_windows_do_not_become_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ class Gate:
             return False
         others = self._books.others
         freed, now = self._shared.droppable_pages(), others.pages()
-        then = others.pages(others.blocks_to_begin(request))
+        then = others.pages(others.blocks_to_begin(request) - others.snapshots.blocks_without())
         spare = [pages + before - after for pages, before, after in zip(freed, now, then, strict=True)]
         return self._books.fits(account, account.need_at(num_new_tokens), spare)
 

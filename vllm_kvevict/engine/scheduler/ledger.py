@@ -206,7 +206,8 @@ class PageLedger(KVCacheManager):
         blocks: KVCacheBlocks | None = self.empty_kv_cache_blocks
         if self.others.exist:
             step = num_new_tokens, num_new_computed_tokens, new_computed_blocks
-            blocks = self._allocate_others(request, account, need, is_new, *step, *args, **kwargs)
+            blocks = self._allocate_others(request, account, tokens, is_new, *step, *args, **kwargs)
+            need = account.need_at(tokens)  # more, if the prefix that it borrowed from is its own now
         if blocks is not None:
             self._commit(request, account, tokens, need, is_new)
         return blocks
@@ -230,13 +231,13 @@ class PageLedger(KVCacheManager):
         return self.gate.has_room_for(request, account)
 
     def _allocate_others(
-        self, request: Request, account: Account, need: Need, is_new: bool, *args: Any, **kwargs: Any
+        self, request: Request, account: Account, tokens: int, is_new: bool, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        """Blocks for the layers that are not evicted, for which cached KV goes that nobody uses; None if there are too
-        few even so. For a new request nothing goes in vain."""
+        """Blocks for the layers that are not evicted, for which cached KV goes that may; None if there are too few even
+        so. For a new request nothing goes in vain."""
         new = account if is_new else None
         while True:
-            held = zip(self.books.held, need[0], account.held, strict=True)
+            held = zip(self.books.held, account.need_at(tokens)[0], account.held, strict=True)
             pages = [of_all + new - old for of_all, new, old in held]
             promised = self.books.promised if is_new else [0] * len(pages)
             blocks = self.others.allocate(pages, promised, request, *args, **kwargs)
@@ -251,9 +252,9 @@ class PageLedger(KVCacheManager):
         Args:
             pages: of each rank that there have to be beside those that can be dropped.
         """
-        dropped = self.shared.droppable_pages(new, in_blocks_of_others=False)
+        dropped = self.shared.droppable_pages(new)
         staying = [held - fewer for held, fewer in zip(pages, dropped, strict=True)]
-        return self.others.lacks(request, staying, new.prefix.snapshot if new.prefix else None, *step)
+        return self.others.lacks(request, staying, *step)
 
     def _admit(self, request: Request, account: Account) -> None:
         """Open the request's account for good; the workers hear of it with this step."""

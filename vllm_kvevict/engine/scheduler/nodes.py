@@ -90,6 +90,7 @@ class Prefix(Node):
         borrowers: ids of the requests that use them, and pages of no prefix that follows it.
         snapshot: what layers that are not evicted remember at its end. Without it, where there are such layers, no
             request begins with it, but with those that follow it.
+        snapshot_is_lost: whether it had one.
         is_found: whether a request has begun with it since the last one that follows it was stored.
         storing: how many of itself and those that follow are being stored.
         is_shared: whether several requests use pages of it.
@@ -109,6 +110,7 @@ class Prefix(Node):
     kept: dict[int, PageCount] = field(default_factory=dict)
     borrowers: set[str] = field(default_factory=set)
     snapshot: Snapshot | None = None
+    snapshot_is_lost: bool = False
     is_found: bool = False
     storing: int = 0
     is_shared: bool = False
@@ -195,12 +197,21 @@ class Prefix(Node):
         self.is_found = is_found
 
     def remember(self, snapshot: Snapshot | None) -> None:
-        """What layers that are not evicted remember at its end; None any more."""
-        self.snapshot = snapshot
+        """What layers that are not evicted remember at its end; None where there are none."""
+        self.snapshot, self.snapshot_is_lost = snapshot, False
+
+    def lose_snapshot(self) -> None:
+        """Memory was short of what they remember."""
+        self.snapshot, self.snapshot_is_lost = None, True
+
+    @property
+    def has_lost_snapshot(self) -> bool:
+        """Whether it is found no more since its snapshot went."""
+        return self.is_ready and self.snapshot_is_lost
 
     @property
     def awaits_snapshot(self) -> bool:
-        """Whether requests can begin with it as soon as states were copied."""
+        """Whether requests can begin with it as soon as its snapshot is complete."""
         return self.snapshot is not None and not self.snapshot.is_complete
 
     def lose(self, name: str) -> None:

@@ -127,9 +127,8 @@ class OtherLayers:
                     result = allocate()
         return result
 
-    def lacks(self, request: Request, pages: Sequence[int], kept: Snapshot | None, *step: Any) -> bool:
-        """Whether there are too few blocks for a waiting request even without snapshots, but the one that it begins
-        with.
+    def lacks(self, request: Request, pages: Sequence[int], *step: Any) -> bool:
+        """Whether there are too few blocks for a waiting request even without snapshots.
 
         Args:
             pages: of each rank that there have to be then.
@@ -137,6 +136,7 @@ class OtherLayers:
         """
         assert self._blocks is not None
         _, found_tokens, found = step
+        begins_with = [block for of_group in found.blocks for block in of_group] if found_tokens else ()
         tokens = min(request.num_tokens, self._manager.max_model_len)
         needed = self._manager.coordinator.get_num_blocks_to_allocate(
             request_id=request.request_id,
@@ -149,12 +149,12 @@ class OtherLayers:
             apply_admission_cap=True,
             prefill_end=tokens,
         )
-        held = self._blocks.of_others - self.snapshots.blocks_without(kept)
+        held = self._blocks.of_others - self.snapshots.blocks_without(begins_with)
         return held + self._covering(pages) + needed > self._blocks.most + self._blocks.withheld
 
     def pages_without_snapshots(self, kept: Snapshot | None) -> list[int]:
         """Pages of each rank that there would be besides without snapshots, but one."""
-        fewer = self.snapshots.blocks_without(kept)
+        fewer = self.snapshots.blocks_without(kept or ())
         return [now - then for now, then in zip(self.pages(), self.pages(-fewer), strict=True)]
 
     @property

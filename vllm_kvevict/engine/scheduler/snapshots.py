@@ -8,7 +8,7 @@ have, and the copies of states that are still to be made.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,18 +28,18 @@ class Snapshot:
     """
 
     blocks: tuple[list[KVCacheBlock], ...]
-    is_complete: bool
+    is_complete: bool = False
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         return (block for of_group in self.blocks for block in of_group if not block.is_null)
 
     def complete(self) -> None:
-        """Its states were copied."""
+        """The step was done that it is of, and states were copied."""
         self.is_complete = True
 
 
 class Copies(NamedTuple):
-    """Copies of states for a snapshot: pairs of blocks, which both have a reference until they are made."""
+    """Copies of states for a snapshot, none for windows: pairs of blocks, which have a reference until it is made."""
 
     snapshot: Snapshot
     pairs: list[tuple[KVCacheBlock, KVCacheBlock]]
@@ -52,6 +52,8 @@ class Snapshots:
         self._manager = manager
         self._refs: Counter[int] = Counter()
         """Of snapshots, by the numbers of their blocks."""
+        self._alone: int | None = None
+        """Of these, the blocks that nobody else holds, since this step began; None if it is not known."""
         self._to_copy: list[Copies] = []
         """Once the step is done that is being scheduled."""
         self._due: list[Copies] = []
@@ -63,11 +65,13 @@ class Snapshots:
         return sum(isinstance(x, MambaManager) for x in self._manager.coordinator.single_type_managers)
 
     def new_step_starts(self) -> None:
-        """States of prefixes that the last step has read are copied before this one; requests can begin with them in
-        the next."""
-        for copies in self._due:
+        """Requests can begin with what the last step has left. States are copied before this step, so with them in the
+        next."""
+        self._alone = None
+        done = [*self._due, *(copies for copies in self._to_copy if not copies.pairs)]
+        for copies in done:
             copies.snapshot.complete()
-        self._due, self._to_copy = self._to_copy, []
+        self._due, self._to_copy = [copies for copies in self._to_copy if copies.pairs], []
 
     def due_copies(self) -> list[tuple[KVCacheBlock, KVCacheBlock]]:
         """Pairs of blocks that workers copy before the step that is being scheduled. Who asks gives the references
@@ -88,28 +92,41 @@ class Snapshots:
             else:
                 pool.touch(blocks)
             groups.append([*[pool.null_block] * (skipped if blocks else 0), *blocks])
-        snapshot = Snapshot(tuple(groups), not pairs)
+        snapshot = Snapshot(tuple(groups))
         self._refs.update(block.block_id for block in snapshot)
-        if pairs:
-            pool.touch([block for pair in pairs for block in pair])
-            self._to_copy.append(Copies(snapshot, pairs))
+        pool.touch([block for pair in pairs for block in pair])
+        self._to_copy.append(Copies(snapshot, pairs))
         return snapshot
 
     def release(self, snapshot: Snapshot) -> None:
         """Nobody begins with it any more."""
         blocks = list(snapshot)
-        self._refs.subtract(block.block_id for block in blocks)
-        self._refs = +self._refs
+        for block in blocks:
+            self._lose(block)
         for copies in self._to_copy:
             if copies.snapshot is snapshot:
                 blocks += [block for pair in copies.pairs for block in pair]
         self._to_copy = [copies for copies in self._to_copy if copies.snapshot is not snapshot]
         self._manager.block_pool.free_blocks(reversed(blocks))
 
-    def blocks_without(self, kept: Snapshot | None = None) -> int:
-        """Blocks that would be free if there were no snapshots but one."""
-        blocks, own = self._manager.block_pool.blocks, {block.block_id for block in kept or ()}
-        return sum(blocks[number].ref_cnt == refs for number, refs in self._refs.items() if number not in own)
+    def _lose(self, block: KVCacheBlock) -> None:
+        """A snapshot does not hold a block any more."""
+        self._refs[block.block_id] -= 1
+        if not self._refs[block.block_id]:
+            del self._refs[block.block_id]
+            if self._alone is not None and block.ref_cnt == 1:
+                self._alone -= 1
+
+    def blocks_without(self, kept: Iterable[KVCacheBlock] = ()) -> int:
+        """Blocks that would be free if there were no snapshots, apart from some."""
+        if self._alone is None:
+            blocks = self._manager.block_pool.blocks
+            self._alone = sum(map(self._is_alone, map(blocks.__getitem__, self._refs)))
+        return self._alone - len({block.block_id for block in kept if self._is_alone(block)})
+
+    def _is_alone(self, block: KVCacheBlock) -> bool:
+        """Whether only snapshots hold a block."""
+        return block.ref_cnt == self._refs.get(block.block_id)
 
     def references(self) -> Counter[int]:
         """Of snapshots and copies that are to be made, by the numbers of blocks."""

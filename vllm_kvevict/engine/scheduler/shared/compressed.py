@@ -128,6 +128,8 @@ class CompressedPrefixes(Graph[Prefix]):
             if tokens <= begins:
                 continue
             if self.knows(key):
+                if self._by_key[key][0].has_lost_snapshot:
+                    continue  # it is found again once this request has read it
                 if known := self.lookup(key):
                     self.touch(known)
                 return
@@ -151,6 +153,7 @@ class CompressedPrefixes(Graph[Prefix]):
         """
         prefix = self.produced_by(name, account.epoch, account.tokens)
         if prefix is None:
+            self._find_again(name, account)
             return
         copies, others = [rank.rows for rank in self._books.ranks], self._books.others
         if not self._make_room_for(copies, others.snapshots.new_blocks if others.exist else 0):
@@ -167,6 +170,21 @@ class CompressedPrefixes(Graph[Prefix]):
         pages = plus(self._books.held, self._books.promised)
         prefix.remember(others.make_snapshot(name, prefix.tokens, pages))
 
+    def _find_again(self, name: str, account: Account) -> None:
+        """Let a prefix be found again whose snapshot went, by what other layers remember of a request that has read it
+        anew, if there is room for that. Not of one that was preempted: room that it takes may be what it lacked."""
+        key = self._requests.keys(self._requests.in_flight[name]).get(account.tokens)
+        prefix = next((x for x in self._by_key.get(key, ()) if x.has_lost_snapshot), None)
+        others = self._books.others
+        if prefix is None or account.is_invalid or account.epoch > 1:
+            return
+        if min(self._books.free_beside(others.snapshots.new_blocks)) < 0:
+            return
+        prefix.remember(
+            others.make_snapshot(name, prefix.tokens, plus(self._books.held, self._books.promised))
+        )
+        self.touch(prefix)
+
     def _count_storing(self, prefix: Prefix, more: int) -> None:
         """A prefix begins to be stored (1), or is not any more (-1)."""
         for entry in prefix.chain():
@@ -175,9 +193,10 @@ class CompressedPrefixes(Graph[Prefix]):
 
     def _make_room_for(self, pages: Sequence[int], blocks: int) -> bool:
         while self.is_full or min(map(sub, self._books.free_beside(blocks), pages)) < 0:
-            if not self.is_full and (self._segments.drop_one() or self._tails.drop_one()):
+            frees_memory = self._segments.drop_one, self._tails.drop_one, self._release_passed
+            if not self.is_full and any(free() for free in frees_memory):
                 continue
-            if not self._drop_unused(None, even_borrowed=False):
+            if not self._drop_prefix(None, even_borrowed=False):
                 return False
         return True
 
@@ -284,19 +303,22 @@ class CompressedPrefixes(Graph[Prefix]):
             untouchable: that stays, with its snapshot.
             even_borrowed: whether those may go that one request borrows.
         """
-        if self._drop_unused(untouchable, even_borrowed):
+        if self._release_passed(untouchable) or self._drop_prefix(untouchable, even_borrowed):
             return True
         return self._release_one(prefix for prefix in self if prefix is not untouchable)
 
-    def _drop_unused(self, untouchable: Prefix | None, even_borrowed: bool) -> bool:
-        """The same, but for snapshots with which requests may begin soon. A long conversation keeps the last one."""
-        passed = (x for x in self if x.children == 1 and not x.is_found and x is not untouchable)
-        if self._release_one(passed):
-            return True
-        unused = self._next_to_drop(untouchable, even_borrowed)
-        if unused is not None:
-            self.drop(unused)
-        return unused is not None
+    def _drop_prefix(self, untouchable: Prefix | None, even_borrowed: bool) -> bool:
+        """Drop the prefix that goes next; arguments as of :meth:`drop_next`."""
+        prefix = self._next_to_drop(untouchable, even_borrowed)
+        if prefix is not None:
+            self.drop(prefix)
+        return prefix is not None
+
+    def _release_passed(self, untouchable: Prefix | None = None) -> bool:
+        """Part with a snapshot that nobody needs as long as its conversation goes on: that keeps its last one."""
+        return self._release_one(
+            x for x in self if x.children == 1 and not x.is_found and x is not untouchable
+        )
 
     def _release_one(self, prefixes: Iterable[Prefix]) -> bool:
         """Part with the first snapshot of prefixes; whether there was any."""
@@ -311,7 +333,7 @@ class CompressedPrefixes(Graph[Prefix]):
         """Part with what other layers remember of a prefix: only those that follow it are found."""
         if prefix.snapshot is not None:
             self._books.others.snapshots.release(prefix.snapshot)
-            prefix.remember(None)
+            prefix.lose_snapshot()
 
     def droppable_pages(self, untouchable: Prefix | None = None) -> list[int]:
         """Pages of each rank that are free once all are dropped that may be, one after the other, apart from one and

@@ -142,7 +142,8 @@ class SharedStore:
         if prefix is None:
             return self.uncompressed.awaited(request)
         if prefix.is_ready and not prefix.awaits_snapshot:
-            self.compressed.touch(prefix)
+            if not prefix.has_lost_snapshot:
+                self.compressed.touch(prefix)
             return None
         self._inherit_priority(prefix, request)
         return prefix.number
@@ -179,7 +180,9 @@ class SharedStore:
             return need
         new = account if is_new else None
         untouchable, kept = (None, None) if new is None else (new.prefix, new.segment)
-        is_enough = books.fits(account, need, self.droppable_pages(new))
+        snapshot = None if new is None or new.prefix is None else new.prefix.snapshot
+        of_snapshots = books.others.pages_without_snapshots(snapshot)
+        is_enough = books.fits(account, need, plus(self.droppable_pages(new), of_snapshots))
         if is_new and not is_enough:
             return None
         fits = partial(books.fits, account, need)
@@ -195,7 +198,7 @@ class SharedStore:
         """Drop what goes next to make room for blocks of other layers, but for what a new request begins with; whether
         there was any."""
         untouchable, kept = (None, None) if new is None else (new.prefix, new.segment)
-        return self._segments.drop_one(kept) or self.compressed.drop_next(untouchable, even_borrowed=False)
+        return self._segments.drop_one(kept) or self.compressed.drop_next(untouchable, even_borrowed=True)
 
     def advance(self, request: Request, account: Account, tokens: int, longest: int) -> None:
         """A step takes a request to so many tokens. Others may begin with what it has read before it is evicted, and
@@ -248,19 +251,12 @@ class SharedStore:
 
     # What goes.
 
-    def droppable_pages(self, new: Account | None = None, in_blocks_of_others: bool = True) -> list[int]:
-        """Pages of each rank that would be freed if all went that may, but what a new request begins with.
-
-        Args:
-            in_blocks_of_others: whether those count in whose place there are snapshots.
-        """
+    def droppable_pages(self, new: Account | None = None) -> list[int]:
+        """Pages of each rank that would be freed if all went that may, but what a new request begins with; without
+        those in whose place there are snapshots."""
         untouchable, kept = (None, None) if new is None else (new.prefix, new.segment)
         of_prefixes, of_tails = self.compressed.droppable_pages(untouchable), self.tails.droppable_pages(new)
-        pages = plus(of_prefixes, of_tails, self._segments.droppable_pages(kept))
-        if not in_blocks_of_others:
-            return pages
-        snapshot = None if untouchable is None else untouchable.snapshot
-        return plus(pages, self._books.others.pages_without_snapshots(snapshot))
+        return plus(of_prefixes, of_tails, self._segments.droppable_pages(kept))
 
     def pinned(self, new: Account) -> tuple[list[int], list[int]]:
         """Pages of each rank that are nobody's own and cannot be dropped if one more request begins: while it is read,
