@@ -40,7 +40,7 @@ ATTRIBUTES: dict[str, str] = {
     ),
     "vllm.config:VllmConfig": (
         "additional_config model_config cache_config parallel_config scheduler_config compilation_config "
-        "speculative_config quant_config"
+        "speculative_config quant_config num_lookahead_tokens attention_config"
     ),
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig": (
         "kv_cache_scheme"
@@ -48,7 +48,8 @@ ATTRIBUTES: dict[str, str] = {
     "vllm.platforms.interface:Platform": "is_cpu is_cuda device_name ray_device_key _align_hybrid_block_size",
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "vllm_config kv_cache_config max_model_len block_size hash_block_size log_stats max_num_scheduled_tokens "
-        "num_spec_tokens connector kv_cache_manager requests running waiting finished_req_ids pause_state policy"
+        "num_spec_tokens connector kv_cache_manager requests running waiting finished_req_ids pause_state policy "
+        "use_eagle_block_drop num_prefill_lookahead"
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "max_model_len num_kv_cache_groups empty_kv_cache_blocks usage",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "blocks",
@@ -57,7 +58,9 @@ ATTRIBUTES: dict[str, str] = {
         "prompt_token_ids num_output_tokens num_stale_output_tokens client_index trace_headers "
         "has_encoder_inputs shared_prefix_boundary"
     ),
-    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": "retention_interval single_type_managers",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": (
+        "retention_interval single_type_managers eagle_group_ids scheduler_block_size"
+    ),
     "vllm.v1.engine:EngineCoreRequest": "resumable sampling_params prompt_token_ids prompt_embeds mm_features",
     "vllm.sampling_params:SamplingParams": "extra_args max_tokens min_tokens temperature",
     "vllm.v1.core.sched.output:SchedulerOutput": (
@@ -67,7 +70,9 @@ ATTRIBUTES: dict[str, str] = {
     "vllm.v1.core.sched.output:CachedRequestData": "req_ids num_computed_tokens",
     "vllm.v1.sample.rejection_sampler:RejectionSampler": "sampler",
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "num_draft_tokens",
-    "vllm.config:SpeculativeConfig": "method",
+    "vllm.config:SpeculativeConfig": (
+        "method num_speculative_tokens draft_model_config draft_parallel_config parallel_drafting use_multi_module_mtp"
+    ),
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta kv_connector_stats",
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
         "query_start_loc_cpu num_reqs num_actual_tokens max_query_len req_idx"
@@ -84,7 +89,9 @@ ATTRIBUTES: dict[str, str] = {
         "_counter_cls _gauge_cls _histogram_cls per_engine_labelvalues"
     ),
     "vllm.distributed.parallel_state:GroupCoordinator": "world_size device_group rank_in_group is_first_rank",
-    "vllm.model_executor.layers.attention:Attention": "layer_name num_heads num_kv_heads head_size impl",
+    "vllm.model_executor.layers.attention:Attention": (
+        "layer_name num_heads num_kv_heads head_size impl kv_sharing_target_layer_name"
+    ),
     "vllm.model_executor.layers.linear:RowParallelLinear": "quant_method input_size_per_partition params_dtype",
     "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase": "cos_sin_cache is_neox_style",
     "vllm.model_executor.layers.rotary_embedding.linear_scaling_rope:LinearScalingRotaryEmbedding": "scaling_factors",
@@ -94,10 +101,10 @@ ATTRIBUTES: dict[str, str] = {
         for worker in ("vllm.v1.worker.cpu_worker:CPUWorker", "vllm.v1.worker.gpu_worker:Worker")
     },
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
-        "input_batch model intermediate_tensors max_num_tokens model_config device _is_uniform_decode"
+        "input_batch model intermediate_tensors max_num_tokens model_config device drafter _is_uniform_decode"
     ),
     "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "req_states model device gather_batch_req_state",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "req_states model device speculator gather_batch_req_state",
     "vllm.v1.worker.gpu.states:RequestState": "index_to_req_id",
     "vllm.v1.engine.async_llm:AsyncLLM": "vllm_config renderer output_handler output_processor",
     "vllm.v1.engine.input_processor:InputProcessor": "vllm_config renderer",

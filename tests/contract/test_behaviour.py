@@ -12,6 +12,7 @@ from vllm_kvevict.engine.frontend import media
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 
 CALLS: dict[str, tuple[str, str, str]] = {
     # (function, what it calls, in this order; others may come between): what breaks.
@@ -275,6 +276,25 @@ CONTAINS: dict[str, tuple[str, list[str], str]] = {
         f"{SCHEDULER}.schedule",
         ["num_new_tokens == 1", "assert num_new_tokens == 1 + self.num_spec_tokens"],
         "waiting requests need no second token",
+    ),
+    # Once it drops that for each kind of layers, too, nothing need be done while a draft model is loaded.
+    "draft-models-keep-a-backend-for-each-kind": (
+        f"{PROPOSER}._create_draft_vllm_config",
+        ["replace(base.attention_config, backend=spec_cfg.attention_backend)"],
+        "draft models get our attention",
+    ),
+    "a-draft-model-has-the-first-table": (
+        f"{V1}._build_attention_metadata",
+        [
+            "if self.speculative_config and spec_decode_common_attn_metadata is None",
+            "spec_decode_common_attn_metadata = cm",
+        ],
+        "a draft model that runs on its own reads another group's blocks and drafts nonsense",
+    ),
+    "layers-that-share-are-left-out": (
+        f"{V1}.get_kv_cache_spec",
+        ["kv_tgt_layer := attn_module.kv_sharing_target_layer_name", "continue"],
+        "vLLM makes a group of each evicted layer beside a draft model of one layer",
     ),
     # Our worker makes one where a skipped dummy run does not.
     "eager-stages-lack-a-buffer": (

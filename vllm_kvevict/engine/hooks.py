@@ -56,6 +56,11 @@ HOOKS: dict[str, tuple[str, ...]] = {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._is_uniform_decode",
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids",
     ),
+    # Draft models have the backend that vLLM chooses.
+    "worker/draft_model.py": (
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model",
+        "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model",
+    ),
     # Two faults with drafts on a CPU.
     "worker/sampling.py": (
         "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",

@@ -11,7 +11,7 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine.config import KVEvictionError, Options, require_options
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.engine.layers import NULL_BLOCKS, LayerMap
+from vllm_kvevict.engine.layers import NULL_BLOCKS, LayerMap, draft_layers
 from vllm_kvevict.engine.request_options import BUDGET, POLICY, plan_for
 from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.schedules.base import RankCapacity
@@ -57,9 +57,10 @@ def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
     stages = evicted_layers_of_stages(vllm_config)
     blocks = max(0, (cache.num_gpu_blocks or 0) // num_engines - layers.blocks_kept(vllm_config))
     places = [layers.places(stage) for stage in stages_of(vllm_config)]
-    pages = [layout.pages_of(blocks * cache.block_size) * count for count in places]
+    pages = [layout.pages_of(blocks * cache.block_size * layers.enlarged) * count for count in places]
     ranks, step = rank_capacities(stages, layout, pages), longest_step(vllm_config.scheduler_config)
-    return MemoryBounds(ranks, layout.page_size, step, len(stages), is_asynchronous())
+    drafts = vllm_config.num_lookahead_tokens
+    return MemoryBounds(ranks, layout.page_size, step, len(stages), is_asynchronous(), drafts)
 
 
 def stages_of(vllm_config: Any) -> list[range]:
@@ -102,7 +103,7 @@ def bytes_for(vllm_config: Any, plans: Sequence[Plan], tokens: int) -> int:
         assert device is not None
         current_platform._align_hybrid_block_size(vllm_config, device.load(device.backend))
     layers, layout = LayerMap.predicted(vllm_config), layout_of(vllm_config)
-    place = vllm_config.cache_config.block_size * layout.rows
+    place = vllm_config.cache_config.block_size * layers.enlarged * layout.rows
     pages = max(pages_of_place(vllm_config, plan, tokens) for plan in plans)
     blocks = len(layers.evicted) * cdiv(pages * layout.page_size, place)
     blocks += max(layers.blocks_kept(vllm_config), NULL_BLOCKS)
@@ -139,6 +140,16 @@ def check_holds_longest(vllm_config: Any, available: int) -> None:
             f"{available // 2**20} MiB, so give the KV cache more memory, lower --max-model-len, or set "
             "--kv-eviction-config.lookahead 0"
         )
+
+
+def draft_memory(vllm_config: Any, options: Options) -> tuple[int, int]:
+    """Bytes that a rank holds of the longest prompt for a draft model, 0 without one that has KV; and for the evicted
+    layers, once they are."""
+    tokens = vllm_config.model_config.max_model_len
+    drafts = sum(spec.max_memory_usage_bytes(vllm_config) for _, spec in draft_layers(vllm_config))
+    budget = plan_for(options, tokens, most_output=1).config.budget_for(tokens)
+    layers, layout = len(LayerMap.predicted(vllm_config).evicted_layers), layout_of(vllm_config)
+    return drafts, layers * layout.rows * layout.entry_bytes * budget
 
 
 def head_dims(vllm_config: Any) -> HeadDims:

@@ -10,18 +10,15 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvevict.engine.config import require_options
-from vllm_kvevict.engine.layers import EVICTED_SPECS, LayerMap
+from vllm_kvevict.engine.layers import EvictedSpec, LayerMap
 from vllm_kvevict.engine.memory import layout_of, pages_of_place
 from vllm_kvevict.engine.request_options import plan_for
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedAttentionSpec(AttentionSpec):
+class BoundedAttentionSpec(EvictedSpec):
     """Full attention whose longest prompt needs as much memory as the server's policy says: less than all of its KV if
     that is evicted as it comes, more if it is repeated.
-
-    It is none of vLLM's ``FullAttentionSpec``, which vLLM would put into one group with whole layers, such as those of
-    a draft model.
 
     Attributes:
         others_are_cached: whether vLLM caches prefixes of layers beside these, which have no blocks that it could find.
@@ -62,6 +59,5 @@ class NoBlocksManager(FullAttentionManager):
 
 
 # Whatever process is told of such a layer imports this module, before it looks for the manager.
-EVICTED_SPECS.add(BoundedAttentionSpec)
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(BoundedAttentionSpec, NoBlocksManager)

@@ -33,6 +33,7 @@ class MemoryBounds:
         longest_step: the most tokens of one request in a step.
         num_stages: pipeline stages.
         is_asynchronous: whether the device runs behind the host.
+        most_drafts: tokens that a draft model may store in layers of its own, behind those of a step.
     """
 
     ranks: Sequence[RankCapacity]
@@ -40,6 +41,7 @@ class MemoryBounds:
     longest_step: int
     num_stages: int
     is_asynchronous: bool
+    most_drafts: int = 0
 
     def gains_from_one_step(self, plan: Plan) -> bool:
         """Whether a request holds less if one step, which may be that long, reads all up to its eviction.

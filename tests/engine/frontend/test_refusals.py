@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 import vllm_kvevict.engine  # noqa: F401
 from tests.engine.support.families import SMALL as LLAMA
-from tests.engine.support.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, WINDOWED, save_config
+from tests.engine.support.refused import FP8_KV, GEMMA3, MODELS, QUANTIZED, SMALL, WINDOWED, save_config
 from vllm_kvevict.engine import devices, versions
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.connector import EvictionConnector
@@ -386,12 +386,42 @@ def test_draft_tokens_beyond_the_first_eviction_of_an_answer(model):
 
 
 def test_models_and_methods_without_speculative_decoding(models, model):
-    draft_model = {"model": model, "num_speculative_tokens": 2}
-    assert "speculative decoding by draft_model: ngram and suffix are supported, " in refusal(
-        model, speculative_config=draft_model
+    dflash = {"method": "medusa", "model": model, "num_speculative_tokens": 2}
+    assert "speculative decoding by medusa: ngram, suffix, draft_model, eagle, eagle3 and mtp " in refusal(
+        model, speculative_config=dflash
     )
+    drafted = {"model": model, "method": "draft_model", "num_speculative_tokens": 2}
     hybrid = str(models("granitemoehybrid"))
+    assert "on models with states" in refusal(hybrid, speculative_config=drafted)
     assert "on models with states" in refusal(hybrid, speculative_config=DRAFTS)
+
+
+DRAFT_MODELS = {
+    "of several kinds of layers": ("llama", "gpt_oss", {}, "layers of several kinds"),
+    "in more groups than one": ("gpt_oss", "llama", {}, "several of vLLM's groups"),
+    "in parallel": ("llama", "llama", {"parallel_drafting": True}, "parallel_drafting: remove one"),
+    "of several modules": ("modules", None, {"method": "mtp"}, "with one module only, and this model has 2"),
+    "one module": ("modules", None, {"method": "mtp", "num_speculative_tokens": 1}, None),
+}
+
+
+@pytest.mark.parametrize("served, drafter, given, sentence", DRAFT_MODELS.values(), ids=DRAFT_MODELS)
+def test_draft_models(models, tmp_path, monkeypatch, served, drafter, given, sentence):
+    if served == "modules":
+        target = save_config(
+            tmp_path, "glm4_moe", "Glm4MoeForCausalLM", {**SMALL, "num_nextn_predict_layers": 2}
+        )
+    else:
+        target = str(models(served))
+    drafts = {"method": "draft_model", "num_speculative_tokens": 2, **given}
+    if drafter:
+        drafts["model"] = str(models(drafter))
+    if sentence is not None:
+        assert sentence in refusal(target, speculative_config=drafts)
+        return
+    configured(target, speculative_config=drafts)
+    monkeypatch.setattr(checks, "this_device", lambda: devices.CUDA)
+    assert "was not tested on CUDA: choose ngram" in refusal(target, speculative_config=drafts)
 
 
 def test_a_policy_that_does_not_go_with_adapters_is_refused_for_one_request(model):

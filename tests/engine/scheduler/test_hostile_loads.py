@@ -151,6 +151,7 @@ def test_servers_that_stood_still(seed: int) -> None:
         *(("drafts pauses", 5000), ("drafts pauses resets", 5000)),
         *(("streams", 1500), ("salts", 1500), ("adapters", 1500), ("layers", 1500)),
         *(("streams pauses resets salts adapters", 1500), ("streams pauses adapters layers", 1500)),
+        *(("drafter", 1500), ("resets salts layers drafter", 1500)),
     ],
 )
 def test_hostile_loads(kinds: str, steps: int) -> None:

@@ -70,7 +70,7 @@ def test_what_a_window_takes_of_an_answer(window: int, prompt: int) -> None:
 def test_what_windows_will_take_must_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: beside what other layers hold now there seems to be room."""
 
-    def as_now(self: Any, while_read: Any, at_end: Any, accounts: Any, new: Any) -> Any:
+    def as_now(self: Any, while_read: Any, at_end: Any, *args: Any) -> Any:
         now = self._blocks.of_others
         return self._with_blocks(while_read, now), self._with_blocks(at_end, now)
 

@@ -145,6 +145,13 @@ def with_drafts(load: Load, seed: int) -> Load:
     return dataclasses.replace(load, setup=sized(setup, 1) if not starts(setup) else setup)
 
 
+def with_drafter(load: Load, seed: int) -> Load:
+    """The same load where drafts come from a draft model with KV of its own, beside no states."""
+    load = load if load.setup.drafts else with_drafts(load, seed)
+    method = random.Random(f"drafter {seed}").choice(("draft_model", "eagle3"))
+    return dataclasses.replace(load, setup=dataclasses.replace(load.setup, drafter=method, states=False))
+
+
 def with_pauses(load: Load, seed: int) -> Load:
     """The same load on a server with fewer seats than requests, which is paused now and then."""
     choose = random.Random(f"pauses {seed}")
@@ -751,6 +758,7 @@ KINDS = {
     "salts": with_salts,
     "adapters": with_adapters,
     "layers": with_layers,
+    "drafter": with_drafter,
 }
 """What may be added to a hostile load, in this order."""
 

@@ -80,6 +80,7 @@ class Setup:
             :func:`surroundings`.
         prefix_caching: whether evicted prefixes are cached; else each request is evicted.
         drafts: most draft tokens of a request and step; 0 without speculative decoding.
+        drafter: by which method a draft model drafts whose KV shares the memory; "" without such KV.
         window: the sliding window of as many layers beside the evicted ones, which share their memory; 0 for none.
         states: whether there are as many layers besides that remember a state of each request.
         adapters: LoRA adapters that a step may use at most; 0 without LoRA.
@@ -104,6 +105,7 @@ class Setup:
     gpu: bool = False
     prefix_caching: bool = False
     drafts: int = 0
+    drafter: str = ""
     window: int = 0
     states: bool = False
     adapters: int = 0
@@ -113,7 +115,7 @@ class Setup:
     @property
     def has_other_layers(self) -> bool:
         """Whether layers that are not evicted share the memory."""
-        return bool(self.window or self.states)
+        return bool(self.window or self.states or self.drafter)
 
 
 def deepest(setup: Setup) -> int:
@@ -204,7 +206,8 @@ def make_config(setup: Setup) -> VllmConfig:
 
 
 def _groups(setup: Setup) -> list[KVCacheGroupSpec]:
-    """vLLM's groups of layers, those that are evicted first; blocks of all groups have one size."""
+    """vLLM's groups of layers, those that are evicted first, but for a draft model that runs on its own; blocks of all
+    groups have one size."""
     layers, heads = setup.shapes[0]
     shape = {"block_size": PAGE, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
     full: KVCacheSpec = FullAttentionSpec(**shape)
@@ -217,6 +220,8 @@ def _groups(setup: Setup) -> list[KVCacheGroupSpec]:
         state = ((full.page_size_bytes,),)
         size, mode = (PAGE, "align") if setup.prefix_caching else (setup.max_model_len, "none")
         specs.append(MambaSpec(block_size=size, shapes=state, dtypes=(torch.int8,), mamba_cache_mode=mode))
+    if setup.drafter:
+        specs.insert(0 if setup.drafter == "draft_model" else len(specs), FullAttentionSpec(**shape))
     return [
         KVCacheGroupSpec([f"layers.{group * layers + layer}" for layer in range(layers)], spec)
         for group, spec in enumerate(specs)
@@ -232,6 +237,9 @@ def make_scheduler(setup: Setup) -> Scheduler:
         config.cache_config.num_gpu_blocks += 1
     else:
         kind = AsyncEvictionScheduler if setup.asynchronous else EvictionScheduler
+    if speculation := config.speculative_config if setup.drafter else None:
+        speculation.method, speculation.draft_model_config = setup.drafter, config.model_config
+        speculation.draft_parallel_config = config.parallel_config
     groups = _groups(setup)
     blocks = config.cache_config.num_gpu_blocks
     if setup.has_other_layers:

@@ -1,14 +1,19 @@
-"""What the blocks of layers with a sliding window, or a state, hold in a simulation: a request sees there nothing but
-its own."""
+"""What the blocks of layers with a sliding window or a state, or of a draft model, hold in a simulation: a request sees
+there nothing but its own."""
 
 from dataclasses import dataclass
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    MambaManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
 from vllm.v1.request import Request
 
+from vllm_kvevict.engine.layers import keeps_all
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import schedule_of
@@ -40,8 +45,9 @@ def _evicted_before(plan: Plan, end: int) -> list[tuple]:
     ]
 
 
-def _is_cached(manager: object) -> bool:
-    return isinstance(manager, SlidingWindowManager) or getattr(manager, "mamba_cache_mode", None) == "align"
+def _is_cached(manager: SingleTypeKVCacheManager) -> bool:
+    is_window = isinstance(manager, SlidingWindowManager) or keeps_all(manager.kv_cache_spec)
+    return is_window or getattr(manager, "mamba_cache_mode", None) == "align"
 
 
 class WindowBlocks:
@@ -77,7 +83,7 @@ class WindowBlocks:
 
     def _see_and_write(
         self,
-        manager: SlidingWindowManager | MambaManager,
+        manager: SingleTypeKVCacheManager,
         ledger: PageLedger,
         request: Request,
         count: int,
@@ -92,7 +98,8 @@ class WindowBlocks:
         )
         blocks = manager.req_to_blocks[request.request_id]
         is_state = isinstance(manager, MambaManager)
-        sees = max(0, first - 1 if is_state else first + 1 - manager.sliding_window)
+        window = getattr(manager, "sliding_window", first + 1)  # layers of a draft model see all
+        sees = max(0, first - 1 if is_state else first + 1 - window)
         for index in range(sees // size, cdiv(first, size)):
             assert not blocks[index].is_null, f"{owner} has no block of tokens from {index * size} on"
             found = self._written[group, blocks[index].block_id]
@@ -148,4 +155,10 @@ def check_repeat(scheduler: Scheduler, output: SchedulerOutput) -> None:
             assert 0 not in ids[sees:ends] and ids[sees:ends] == own[sees:ends], "it sees another window"
             ids = ids[ends:]
             assert len(ids) == cdiv(end, size) - ends, "it has too few blocks"
+        elif keeps_all(manager.kv_cache_spec):
+            stored = min(end + ledger.bounds.most_drafts, ledger.max_model_len)
+            assert ids == [0] * cdiv(stored, manager.block_size), (
+                "a draft model stores what is computed twice"
+            )
+            continue
         assert held.isdisjoint(ids), "it computes in blocks that are in use"

@@ -6,14 +6,21 @@ from typing import Any
 
 from vllm import envs
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_kvevict.engine import versions
 from vllm_kvevict.engine.config import KEY, KVEvictionError, Options, require_options
 from vllm_kvevict.engine.decoding import LEAST_BUDGET
 from vllm_kvevict.engine.devices import CPU, Device, this_device
 from vllm_kvevict.engine.errors import other_scheduler
-from vllm_kvevict.engine.layers import BOTH, FULL_ATTENTION, LAYER_TYPES, WINDOW, LayerMap, layer_types
+from vllm_kvevict.engine.layers import (
+    BOTH,
+    DRAFTERS,
+    FULL_ATTENTION,
+    LAYER_TYPES,
+    WINDOW,
+    LayerMap,
+    layer_types,
+)
 from vllm_kvevict.engine.memory import evicted_layers_of_stages, layout_of
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.policies import EvictionConfig
@@ -22,8 +29,8 @@ from vllm_kvevict.schedules.registry import schedule_for
 WINDOWED = "models with sliding-window attention in every layer"
 BIDIRECTIONAL = "models whose images are attended to in both directions"
 
-DRAFTERS = "ngram", "suffix"
-"""Methods of speculative decoding that need neither KV nor a scheduler of their own."""
+METHODS = "ngram", "suffix", *DRAFTERS
+"""Methods of speculative decoding that can be served."""
 
 FLOATS = {"auto", "float32", "float16", "bfloat16"}
 """Values of ``--kv-cache-dtype`` that pages may hold."""
@@ -215,23 +222,26 @@ def _check_mixed_layers(vllm_config: Any) -> None:
 def _check_speculation(vllm_config: Any) -> None:
     """Refuse draft tokens of other origin than earlier tokens, and stages, models and steps that cannot deal with
     them."""
-    method = vllm_config.speculative_config.method
-    if method not in DRAFTERS:
+    speculation = vllm_config.speculative_config
+    if speculation.method not in METHODS:
         raise KVEvictionError(
-            f"--kv-eviction cannot be combined with speculative decoding by {method}: {' and '.join(DRAFTERS)} are "
-            "supported, so choose one of them, or leave --kv-eviction out"
+            f"--kv-eviction cannot be combined with speculative decoding by {speculation.method}: "
+            f"{', '.join(METHODS[:-1])} and {METHODS[-1]} are supported, so choose one of them, or leave --kv-eviction "
+            "out"
         )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise KVEvictionError(
             "--kv-eviction cannot be combined with speculative decoding on several pipeline stages: in vLLM the "
             "workers of all stages but the last fail at start-up, so set --pipeline-parallel-size to 1"
         )
-    if any(isinstance(spec, MambaSpec) for spec in LayerMap.predicted(vllm_config).specs):
+    if LayerMap.predicted(vllm_config).has_states:
         raise KVEvictionError(
             "--kv-eviction cannot be combined with speculative decoding on models with states (Mamba, linear "
             "attention): rejected draft tokens cannot be removed from a state, so remove one of the two"
         )
-    drafts = vllm_config.speculative_config.num_speculative_tokens
+    if speculation.method in DRAFTERS:
+        _check_draft_model(vllm_config)
+    drafts = speculation.num_speculative_tokens
     threshold = vllm_config.scheduler_config.long_prefill_token_threshold
     if 0 < threshold <= drafts:
         raise KVEvictionError(
@@ -240,6 +250,32 @@ def _check_speculation(vllm_config: Any) -> None:
             "than the threshold, so set a higher threshold, or fewer draft tokens"
         )
     _check_drafts_of_answers(drafts, require_options(vllm_config))
+
+
+def _check_draft_model(vllm_config: Any) -> None:
+    """Refuse draft models that were not tested, or whose layers vLLM cannot serve beside others."""
+    speculation = vllm_config.speculative_config
+    if this_device() is not CPU:
+        raise KVEvictionError(
+            f"--kv-eviction with speculative decoding by {speculation.method} was not tested on CUDA: choose ngram"
+        )
+    drafter = speculation.draft_model_config
+    if speculation.use_multi_module_mtp():
+        raise KVEvictionError(
+            "--kv-eviction supports speculative decoding by mtp with one module only, and this model has "
+            f"{drafter.hf_config.num_nextn_predict_layers}: set num_speculative_tokens to 1, or leave --kv-eviction out"
+        )
+    if speculation.parallel_drafting:
+        raise KVEvictionError(
+            "--kv-eviction cannot be combined with speculative decoding by parallel_drafting: remove one of the two"
+        )
+    types = set(layer_types(drafter.hf_text_config)) if speculation.method != "mtp" else set()
+    groups = [group for group in LayerMap.predicted(vllm_config).others if min(group) < 0]
+    if drafter.use_mla or drafter.is_hybrid or len(types) > 1 or len(groups) > 1:
+        raise KVEvictionError(
+            "--kv-eviction does not support a draft model with layers of several kinds, or in several of vLLM's "
+            f"groups ({drafter.model}): in vLLM one table of blocks serves all of them, so choose another one"
+        )
 
 
 def _check_drafts_of_answers(drafts: int, options: Options) -> None:
@@ -327,7 +363,7 @@ def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-evi
     """
     check_stages(config, list(map(len, evicted_layers_of_stages(vllm_config))), name)
     layers, schedule = LayerMap.predicted(vllm_config), schedule_for(config.policy)
-    is_undone = layers.all_evicted or (schedule.repeats_prompt and layers.repeats_prompts)
+    is_undone = layers.undoes_rows or (schedule.repeats_prompt and layers.repeats_prompts)
     if schedule.most_extra_rows(config.params) and not is_undone:
         raise KVEvictionError(
             f"{name} {config.policy} cannot serve this model: it computes some tokens twice, which layers without "

@@ -5,10 +5,12 @@ import copy
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 
 from vllm_kvevict.engine import hooks, read
 from vllm_kvevict.engine.config import (
@@ -21,7 +23,7 @@ from vllm_kvevict.engine.devices import CPU, Device
 from vllm_kvevict.engine.errors import other_scheduler
 from vllm_kvevict.engine.frontend import command_line
 from vllm_kvevict.engine.frontend.command_line import errors_in_one_line
-from vllm_kvevict.engine.memory import overruled_memory
+from vllm_kvevict.engine.memory import draft_memory, overruled_memory
 from vllm_kvevict.kernels.processor import fast_dtype
 from vllm_kvevict.policies import available
 from vllm_kvevict.policies.inputs import Q_WINDOW
@@ -241,11 +243,25 @@ def _warn(args: Any, options: Options, vllm_config: Any, device: Device) -> None
         logger.warning("KV eviction: %s", reason)
     if device is CPU:
         _warn_of_slow_dtype(vllm_config.model_config.dtype)
+    _say_what_drafts_take(options, vllm_config)
     if options.scope == "turns" and Q_WINDOW in lookup(options.policy).needs:
         logger.warning(
             "KV eviction: with --kv-eviction-config.scope turns each turn is compressed before the next question is "
             "known, and %s chooses by the last tokens of a turn: kvzip is recommended",
             options.policy,
+        )
+
+
+def _say_what_drafts_take(options: Options, vllm_config: Any) -> None:
+    """Say how much KV a draft model keeps, and warn if that is more than eviction leaves of the model's own."""
+    drafts, kept = draft_memory(vllm_config, options)
+    if drafts:
+        logger.log(
+            logging.WARNING if drafts > kept else logging.INFO,
+            "KV eviction: of a prompt of %d tokens the draft model keeps all of its KV, %d MiB, and the model %d MiB",
+            vllm_config.model_config.max_model_len,
+            cdiv(drafts, 2**20),
+            cdiv(kept, 2**20),
         )
 
 
@@ -267,6 +283,7 @@ def _make_room_for_extra_rows(args: Any, options: Options) -> None:
     extra = 0
     for name in allowed:
         extra = max(extra, most_extra_rows(name, options.params_of(name), options.defaults))
+    is_drafted = bool((args.speculative_config or {}).get("model"))
 
     def make(set_defaults: Callable[..., None]) -> Callable[..., None]:
         def set_ours(usage_context: Any, model_config: Any, *rest: Any) -> None:
@@ -277,6 +294,9 @@ def _make_room_for_extra_rows(args: Any, options: Options) -> None:
                 args.max_num_scheduled_tokens = args.max_num_batched_tokens
             args.max_num_seqs += 1
             args.max_num_batched_tokens += min(extra, model_config.max_model_len)
+            # A draft model on its own reads a token more of each request, for which vLLM would take tokens of a step.
+            if is_drafted:
+                args.max_num_batched_tokens += args.max_num_seqs
 
         return set_ours
 

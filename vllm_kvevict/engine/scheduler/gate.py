@@ -122,10 +122,13 @@ class Gate:
         if new.keeps_queries and self._ring_is_full:
             return False
         books, accounts = self._books, self._requests.accounts
-        pinned, lasting = books.others.together_later(*self._shared.pinned(new), accounts.values(), request)
+        control = self._requests.control
+        pinned, lasting = books.others.together_later(
+            *self._shared.pinned(new), accounts.values(), request, new, control.expected_end
+        )
         running: list[Account] = []
         less_urgent: list[Account] = []
         for name, account in accounts.items():
             is_less_urgent = self._requests.in_flight[name].priority > request.priority
             (less_urgent if is_less_urgent else running).append(account)
-        return self._requests.control.shortage(new, running, pinned, lasting, less_urgent) is None
+        return control.shortage(new, running, pinned, lasting, less_urgent) is None

@@ -4,7 +4,7 @@ Owns which blocks are pages (:mod:`vllm_kvevict.engine.scheduler.blocks`), and g
 are always blocks for the pages that requests hold.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request
 
+from vllm_kvevict.engine.layers import is_evicted, keeps_all
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import PATIENCE
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
@@ -34,6 +35,11 @@ class OtherLayers:
         self, manager: KVCacheManager, blocks: SharedBlocks | None, bounds: MemoryBounds, block: int
     ):
         self._manager, self._blocks, self._block = manager, blocks, block
+        self._drafts = bounds.most_drafts
+        self._drafting = [
+            x for x in manager.coordinator.single_type_managers if blocks and keeps_all(x.kv_cache_spec)
+        ]
+        """Of a draft model's layers, which keep all tokens."""
         self.snapshots = Snapshots(manager)
         self._padding = 0 if blocks is None else blocks.of_others
         """Blocks that are taken for good: no request holds any yet."""
@@ -56,26 +62,53 @@ class OtherLayers:
         return nothing if self._blocks is None else self._with_blocks(nothing, self._blocks.of_others + more)
 
     def together_later(
-        self, while_read: Sequence[int], at_end: Sequence[int], accounts: Collection[Account], new: Request
+        self,
+        while_read: Sequence[int],
+        at_end: Sequence[int],
+        accounts: Collection[Account],
+        request: Request,
+        new: Account,
+        end_of: Callable[[Account], int],
     ) -> tuple[list[int], list[int]]:
-        """Pages of each rank at two moments, together with those that there cannot be then: while ``new`` is read
+        """Pages of each rank at two moments, together with those that there cannot be then: while ``request`` is read
         beside these accounts, and when all answers end.
 
         Windows that will grow while answers are written count only where somebody was preempted too often: to leave
-        room for all of them costs more than a rare preemption.
+        room for all of them costs more than a rare preemption. What a draft model stores grows with each token, and
+        counts as far as answers are expected to go.
+
+        Args:
+            new: its account.
+            end_of: tokens that an account is expected to have at its end.
         """
         if self._blocks is None:
             return list(while_read), list(at_end)
-        while_new_is_read, afterwards = self.blocks_beside(new)
+        while_new_is_read, afterwards = self.blocks_beside(request)
         soon, later = self._padding + while_new_is_read, self._padding + afterwards
         for account in accounts:
             soon += account.beside[0] if account.is_reading else account.beside[1]
             later += account.beside[1]
         now = self._blocks.of_others - self.snapshots.blocks_without()
-        if new.num_preemptions < PATIENCE and all(account.epoch <= PATIENCE for account in accounts):
-            later = now
+        if request.num_preemptions < PATIENCE and all(account.epoch <= PATIENCE for account in accounts):
+            later = now - self._drafting_blocks(account.tokens for account in accounts)
+        if self._drafting:
+            everyone = [*accounts, new]
+            # Answers go on by a block meanwhile.
+            soon += self._drafting_blocks(max(x.prefill_len, x.tokens + self._block) for x in everyone)
+            later += self._drafting_blocks(map(end_of, everyone))
         # Blocks behind a window are given back a step late.
         return self._with_blocks(while_read, max(soon, now)), self._with_blocks(at_end, later)
+
+    def _drafting_blocks(self, tokens: Iterable[int]) -> int:
+        """Blocks of a draft model for requests with so many tokens each."""
+        sizes = [manager.block_size for manager in self._drafting]
+        if not sizes:
+            return 0
+        return sum(cdiv(self._with_drafts(count), size) for count in tokens for size in sizes)
+
+    def _with_drafts(self, tokens: int) -> int:
+        """Tokens that there are blocks for once a step has computed so many."""
+        return min(tokens + self._drafts, self._manager.max_model_len)
 
     def _with_blocks(self, pages: Sequence[int], blocks: int) -> list[int]:
         """Pages of each rank together with those that there cannot be if other layers hold so many blocks."""
@@ -84,9 +117,11 @@ class OtherLayers:
         return [more + taken * each for more, each in zip(pages, self._pages_per_block, strict=True)]
 
     def blocks_beside(self, request: Request) -> tuple[int, int]:
-        """The most blocks that they hold of a request: while it is read, and afterwards."""
+        """The most blocks that they hold of a request, but for those of a draft model: while it is read, and
+        afterwards."""
         end = min(request.num_prompt_tokens + request.max_tokens, self._manager.max_model_len)
-        return self.blocks_to_begin(request), self._blocks_for(end, end - 1)
+        to_begin = self.blocks_to_begin(request) - self._drafting_blocks([request.num_tokens])
+        return to_begin, self._blocks_for(end, end - 1) - self._drafting_blocks([end])
 
     def _covering(self, pages: Sequence[int]) -> int:
         """Blocks for so many pages of each rank."""
@@ -137,7 +172,7 @@ class OtherLayers:
         assert self._blocks is not None
         _, found_tokens, found = step
         begins_with = [block for of_group in found.blocks for block in of_group] if found_tokens else ()
-        tokens = min(request.num_tokens, self._manager.max_model_len)
+        tokens = self._with_drafts(request.num_tokens)
         needed = self._manager.coordinator.get_num_blocks_to_allocate(
             request_id=request.request_id,
             num_tokens=tokens,
@@ -180,6 +215,12 @@ class OtherLayers:
         blocks, tokens, _ = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
         return self._manager.create_kv_cache_blocks(blocks), tokens
 
+    @property
+    def read_again(self) -> int:
+        """Tokens before the end of what is cached that are read again, for a draft model that reads hidden states."""
+        coordinator = self._manager.coordinator
+        return coordinator.scheduler_block_size if coordinator.eagle_group_ids else 0
+
     def can_end(self, tokens: int, end: int) -> bool:
         """Whether they can still keep what they remember after ``end`` tokens of a request that has computed so many:
         windows are not behind where they begin then, and a step can end there."""
@@ -218,11 +259,15 @@ class OtherLayers:
                     f"kv eviction check: block {number} has {count} users, and fewer references"
                 )
 
-    def end_of_blocks(self, tokens: int) -> int:
-        """How many tokens the blocks of a request with so many tokens have room for."""
-        if self._blocks is None:
-            return self._manager.max_model_len
-        return cdiv(tokens, self._block) * self._block
+    def end_of_blocks(self, request: Request) -> int:
+        """How many tokens the blocks that a running request has, or needs for its next token, have room for."""
+        ends = [self._manager.max_model_len]
+        for manager in self._manager.coordinator.single_type_managers:
+            if self._blocks is not None and not is_evicted(manager.kv_cache_spec):
+                size = manager.block_size
+                blocks = len(manager.req_to_blocks[request.request_id])
+                ends.append(max(blocks, cdiv(request.num_tokens, size)) * size)
+        return min(ends)
 
     def blocks_to_begin(self, request: Request) -> int:
         """The most blocks that they will hold of a waiting request while it is read."""
@@ -241,6 +286,7 @@ class OtherLayers:
         """Blocks for a request that goes from ``computed`` to ``tokens`` tokens."""
         if self._blocks is None:
             return 0
+        tokens = self._with_drafts(tokens)
         nothing = self._manager.empty_kv_cache_blocks.blocks
         return self._manager.coordinator.get_num_blocks_to_allocate(
             request_id="",

@@ -102,6 +102,8 @@ class EvictionScheduler(Scheduler):
             hash_block_size=self.hash_block_size,
             enable_caching=vllm_config.cache_config.enable_prefix_caching,
             log_stats=self.log_stats,
+            use_eagle=self.use_eagle_block_drop,
+            num_prefill_lookahead=self.num_prefill_lookahead,
             options=options,
             head_dims=head_dims(vllm_config),
             # A waiting request with one token left would be padded with placeholders for drafts, as rows that must not
@@ -121,7 +123,9 @@ class EvictionScheduler(Scheduler):
             tokens_left=lambda: self._step.tokens_left,
         )
         # The ledger counts these among what is taken for good, once it learns of the ranks.
-        self._scratch = ScratchBlocks(self.kv_cache_manager, layers.scratch(vllm_config))
+        self._scratch = ScratchBlocks(
+            self.kv_cache_manager, layers.scratch(vllm_config), self.num_lookahead_tokens
+        )
         self.connector.bind_kv_cache_manager(self.kv_cache_manager)
 
     def add_request(self, request: Request) -> None:
@@ -290,7 +294,7 @@ class EvictionScheduler(Scheduler):
         if num_new_tokens <= known:
             return num_new_tokens
         ledger = self.kv_cache_manager
-        num_new_tokens = min(num_new_tokens, ledger.others.end_of_blocks(request.num_tokens) - computed)
+        num_new_tokens = min(num_new_tokens, ledger.others.end_of_blocks(request) - computed)
         more = ledger.accounts[request.request_id].growth(request.num_tokens, computed + num_new_tokens)
         return num_new_tokens if self._step.spend_on_drafts(more) else known
 

@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
-from vllm_kvevict.engine.layers import is_evicted
+from vllm_kvevict.engine.layers import is_evicted, keeps_all
 
 
 class ScratchBlocks:
@@ -20,10 +20,13 @@ class ScratchBlocks:
     Args:
         manager: vLLM's, with nothing held yet.
         counts: blocks of each of these groups, in vLLM's order.
+        drafts: tokens that a draft model stores behind those of a step.
     """
 
-    def __init__(self, manager: KVCacheManager, counts: Sequence[int]):
+    def __init__(self, manager: KVCacheManager, counts: Sequence[int], drafts: int):
+        self._drafts, self._max_model_len = drafts, manager.max_model_len
         self._managers = manager.coordinator.single_type_managers
+        self._null_block = manager.block_pool.null_block
         self._blocks: dict[int, list[KVCacheBlock]] = {}
         others = [group for group in self._managers if not is_evicted(group.kv_cache_spec)]
         for group, count in zip(others, counts, strict=True):
@@ -34,7 +37,11 @@ class ScratchBlocks:
         tables = []
         for manager in self._managers:
             table = self._blocks.get(manager.kv_cache_group_id, [])
-            if table and isinstance(manager, MambaManager):
+            if keeps_all(manager.kv_cache_spec):
+                # What a draft model stores of them, and of what it drafts behind them, nobody reads.
+                stored = min(end + self._drafts, self._max_model_len)
+                table = [self._null_block] * cdiv(stored, manager.block_size)
+            elif table and isinstance(manager, MambaManager):
                 # Where states are kept, vLLM looks for them in the columns of their tokens.
                 is_kept = manager.mamba_cache_mode == "align"
                 table = table * cdiv(end, manager.block_size) if is_kept else table

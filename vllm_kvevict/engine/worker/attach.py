@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,6 +169,7 @@ def attach(
     options: Options,
     device: Device,
     model: torch.nn.Module,
+    evicted: Mapping[str, Attention],
     kv_cache_config: Any,
     kv_caches: Mapping[str, Tensor],
     reserve: Tensor | None,
@@ -178,6 +179,7 @@ def attach(
 
     Args:
         model: the worker's part of it.
+        evicted: its evicted layers by their names, from the lowest on.
         kv_cache_config: vLLM's layout of the KV memory.
         kv_caches: its views by layer name, all over one allocation; other layers' are among them.
         reserve: as of :class:`vllm_kvevict.schedules.inputs.Sources`.
@@ -186,14 +188,13 @@ def attach(
     Raises:
         KVEvictionError: when evicted layers differ in their heads or softcap, or from the model's configuration.
     """
-    by_name, stages = _evicted_layers(vllm_config, kv_cache_config), evicted_layers_of_stages(vllm_config)
-    mine, layers = stages[get_pp_group().rank_in_group], list(by_name.values())
-    layer_map = LayerMap.found(kv_cache_config.kv_cache_groups)
+    stages, layers = evicted_layers_of_stages(vllm_config), list(evicted.values())
+    mine, first = stages[get_pp_group().rank_in_group], layers[0]
+    layer_map = _checked_map(vllm_config, evicted, kv_cache_config.kv_cache_groups)
     layout = _checked_layout(vllm_config, layers, kv_cache_config.kv_cache_groups)
-    _check_layers(vllm_config, layer_map, stages_of(vllm_config)[get_pp_group().rank_in_group])
-    first, max_requests = layers[0], vllm_config.scheduler_config.max_num_seqs
+    kept, max_requests = layer_map.blocks_kept(vllm_config), vllm_config.scheduler_config.max_num_seqs
     logits = [(layer.impl.scale, layer.impl.softcap) for layer in layers]
-    storage = _as_pages(kv_caches[next(iter(by_name))], layout.page_bytes)
+    storage = _as_pages(kv_caches[first.layer_name], layout.page_bytes)
     block_pages = _find_blocks(layer_map, kv_cache_config, first.layer_name, layout.page_bytes)
     group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
     uses_our_kernel = options.kernels and first.impl.sinks is None
@@ -206,9 +207,8 @@ def attach(
     sources = Sources(cache, projections.of, rotary.read, *windows, reserve)
     comm, is_behind = _tensor_comm(layout), device.is_asynchronous
     evictor = Evictor(cache, mine.start, stages[-1].stop, comm, sources, is_behind, logits, ring)
-    blocks = kv_cache_config.num_blocks - layer_map.blocks_kept(vllm_config)
     return Rank(
-        {name: index for index, name in enumerate(by_name)},
+        {name: index for index, name in enumerate(evicted)},
         cache,
         pages,
         CachedPrefixes(cache, options.check),
@@ -222,7 +222,7 @@ def attach(
         decode_slots=torch.full((max_requests,), -1, dtype=torch.int64, device=storage.device),
         block_pages=block_pages,
         num_blocks=kv_cache_config.num_blocks,
-        capacity=_capacity(blocks, cache, block_pages),
+        capacity=_capacity(kv_cache_config.num_blocks - kept, cache, block_pages),
     )
 
 
@@ -234,15 +234,6 @@ def _cache(
     return PagedKVCache(
         memory, num_layers=num_layers, max_requests=requests, triton=triton, is_empty=is_empty
     )
-
-
-def _evicted_layers(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Attention]:
-    """The layers whose groups are ours, by their names, from the lowest on."""
-    groups = kv_cache_config.kv_cache_groups
-    ours = [group for group in groups if is_evicted(group.kv_cache_spec)]
-    names = sorted((name for group in ours for name in group.layer_names), key=extract_layer_index)
-    context = vllm_config.compilation_config.static_forward_context
-    return {name: context[name] for name in names}
 
 
 def _find_blocks(layer_map: LayerMap, kv_cache_config: Any, layer: str, page_bytes: int) -> BlockPages | None:
@@ -312,10 +303,37 @@ def _checked_layout(vllm_config: VllmConfig, layers: Sequence[Attention], groups
     return found
 
 
-def _check_layers(vllm_config: VllmConfig, found: LayerMap, stage: range) -> None:
-    """Refuse a model that has other layers than its configuration says: the front-end checks requests by that."""
+def _checked_map(vllm_config: VllmConfig, evicted: Iterable[str], groups: Sequence[Any]) -> LayerMap:
+    """How vLLM groups the layers. Refuses a model whose layers are others than the front-end expects."""
+    found = LayerMap.found(groups)
+    _check_layers(vllm_config, evicted, stages_of(vllm_config)[get_pp_group().rank_in_group])
+    _check_groups(vllm_config, found)
+    return found
+
+
+def _check_groups(vllm_config: VllmConfig, found: LayerMap) -> None:
+    """Refuse a model beside whose draft model vLLM groups layers otherwise than the front-end expects, which counts
+    memory by that."""
+    expected = LayerMap.predicted(vllm_config)
+    if expected.has_drafts and (sizes := _sizes(found)) != _sizes(expected):
+        raise KVEvictionError(
+            f"--kv-eviction cannot serve {vllm_config.model_config.model} with its draft model: vLLM groups their "
+            f"layers as {sizes}, expected {_sizes(expected)}: please report it"
+        )
+
+
+def _sizes(layers: LayerMap) -> list[tuple[str, int]]:
+    """The kind of each group of layers, and how many it has."""
+    others = zip(layers.specs, layers.others, strict=True)
+    kinds = [("evicted", len(group)) for group in layers.evicted]
+    return [*kinds, *((type(spec).__name__, len(group)) for spec, group in others)]
+
+
+def _check_layers(vllm_config: VllmConfig, found: Iterable[str], stage: range) -> None:
+    """Refuse a model that has other layers, by their names, than its configuration says: the front-end checks requests
+    by that."""
     expected = [layer for layer in LayerMap.predicted(vllm_config).evicted_layers if layer in stage]
-    wrong = sorted(set(expected) ^ set(found.evicted_layers))
+    wrong = sorted(set(expected) ^ set(map(extract_layer_index, found)))
     if wrong:
         raise KVEvictionError(
             f"--kv-eviction cannot serve {vllm_config.model_config.model} as it is: its config.json and the model "

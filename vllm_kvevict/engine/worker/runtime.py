@@ -41,6 +41,8 @@ class Runtime:
         self.residents: dict[str, ResidentRequest] = {}
         self.reserve: Tensor | None = None
         self.ring: QueryRing | None = None
+        self.evicted_layers: list[str] = []
+        """Names of the worker's evicted layers, from the lowest on; known before :attr:`kv_cache_config`."""
         self.kv_cache_config: Any = None
         """vLLM's layout of the KV memory, known before :meth:`attach`."""
         self._rank: Rank | None = None
@@ -73,9 +75,17 @@ class Runtime:
 
     def attach(self, kv_caches: dict[str, Tensor]) -> None:
         """Take over vLLM's KV memory: its views by layer name. Raises as of :func:`attach`."""
-        config, model = self.kv_cache_config, self.runner.model
+        context = self.vllm_config.compilation_config.static_forward_context
         self._rank = attach(
-            self.vllm_config, self.options, self.device, model, config, kv_caches, self.reserve, self.ring
+            self.vllm_config,
+            self.options,
+            self.device,
+            self.runner.model,
+            {name: context[name] for name in self.evicted_layers},
+            self.kv_cache_config,
+            kv_caches,
+            self.reserve,
+            self.ring,
         )
 
     @property

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from vllm_kvevict.engine.devices import this_device
-from vllm_kvevict.engine.layers import LayerMap, is_evicted
+from vllm_kvevict.engine.layers import LayerMap, can_be_evicted
 from vllm_kvevict.engine.memory import check_holds_longest, layout_of
 from vllm_kvevict.engine.process import check_alone
 from vllm_kvevict.engine.spec import BoundedAttentionSpec
+from vllm_kvevict.engine.worker.draft_model import DraftModel
 from vllm_kvevict.engine.worker.host_memory import ask_for_half_of_what_is_free
 from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs, zero_new_windows
 from vllm_kvevict.engine.worker.runtime import get_runtime, start_runtime, stop_runtime
@@ -32,9 +34,9 @@ def _no_connector_after_failure() -> Iterator[None]:
         raise
 
 
-def _spec(spec: KVCacheSpec, others_are_cached: bool) -> KVCacheSpec:
+def _spec(spec: KVCacheSpec, is_evicted: bool, others_are_cached: bool) -> KVCacheSpec:
     """What vLLM is to know of a layer."""
-    if is_evicted(spec):
+    if is_evicted:
         return BoundedAttentionSpec.of(spec, others_are_cached)
     if isinstance(spec, MambaSpec):
         # Steps end where states are kept; within a step vLLM could not save one on a CPU.
@@ -52,6 +54,7 @@ class _EvictionMixin:
         device.register_backend()
         super().init_device()  # type: ignore[misc]
         runtime = start_runtime(self)
+        self._draft_model = DraftModel(self.model_runner, runtime.vllm_config)  # type: ignore[attr-defined]
         if device.is_asynchronous:
             forbid_decode_graphs(self.model_runner, runtime.reads_prompts)  # type: ignore[attr-defined]
         else:
@@ -59,11 +62,22 @@ class _EvictionMixin:
             zero_new_windows(self.model_runner)  # type: ignore[attr-defined]
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
+        runtime, drafts = get_runtime(), self._draft_model
+        vllm_config = runtime.vllm_config
+        layers = LayerMap.predicted(vllm_config)
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        vllm_config = get_runtime().vllm_config
-        is_cached = vllm_config.cache_config.enable_prefix_caching
-        others_are_cached = is_cached and not LayerMap.predicted(vllm_config).all_evicted
-        return {name: _spec(spec, others_are_cached) for name, spec in specs.items()}
+        runtime.evicted_layers = sorted(
+            (name for name, spec in specs.items() if can_be_evicted(spec) and name not in drafts.layers),
+            key=extract_layer_index,
+        )
+        if layers.unlisted:
+            drafts.unlist(runtime.evicted_layers, len(layers.unlisted))
+            specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        is_cached = vllm_config.cache_config.enable_prefix_caching and not layers.all_evicted
+        return {
+            name: _spec(spec, name in runtime.evicted_layers, is_cached)
+            for name, spec in drafts.in_order(specs).items()
+        }
 
     def determine_available_memory(self) -> int:
         # First, so that vLLM counts it among what the KV cache cannot have; where the user says how much that is, the

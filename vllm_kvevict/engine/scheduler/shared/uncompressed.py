@@ -126,11 +126,13 @@ class UncompressedPrefixes:
     def _first_ends(self, request: Request) -> set[int]:
         """Where others may go on, as far as is known when a request begins: they may have the same prompt, one that
         goes on behind it, or one with which it has less in common."""
-        if not self._books.others.exist:
+        others = self._books.others
+        if not others.exist:
             return set()
         n = request.num_prompt_tokens
         most = self._requests.plan(request).most_cached(n)
-        return {end - end % self._unit for end in (n - 1, n, most, request.shared_prefix_boundary)}
+        ends = {end - end % self._unit for end in (n - 1, n, most, request.shared_prefix_boundary)}
+        return {max(0, end - again) for end in ends for again in {0, others.read_again}}
 
     def find(self, request: Request, most: int | None = None) -> tuple[Segment, int] | None:
         """What of its prompt a request can begin with uncompressed: the last segment, and the columns.
