@@ -24,6 +24,7 @@ from vllm_kvevict.engine.scheduler.admission import AdmissionControl, Found
 from vllm_kvevict.engine.scheduler.answers import AnswerLimits
 from vllm_kvevict.engine.scheduler.blocks import NoBlocks, SharedBlocks
 from vllm_kvevict.engine.scheduler.books import Books
+from vllm_kvevict.engine.scheduler.cache_order import CacheOrder
 from vllm_kvevict.engine.scheduler.check import verify
 from vllm_kvevict.engine.scheduler.extra_tokens import ExtraTokensSlot
 from vllm_kvevict.engine.scheduler.gate import Gate
@@ -109,6 +110,7 @@ class PageLedger(KVCacheManager):
             self.enable_caching,
             self._block,
         )
+        self._order = CacheOrder(self, self.blocks, self.books, self.shared) if self.blocks else None
         self.gate = Gate(
             self.requests, self.books, self.shared, self.reserve, self.head_dims, self._tokens_left
         )
@@ -236,6 +238,9 @@ class PageLedger(KVCacheManager):
         """Blocks for the layers that are not evicted, for which cached KV goes that may; None if there are too few even
         so. For a new request nothing goes in vain."""
         new = account if is_new else None
+        assert self._order is not None
+        _, found_tokens, found = args
+        self._order.drop_older(request, account, tokens, new, found_tokens, found)
         while True:
             held = zip(self.books.held, account.need_at(tokens)[0], account.held, strict=True)
             pages = [of_all + new - old for of_all, new, old in held]

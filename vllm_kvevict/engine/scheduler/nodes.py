@@ -256,17 +256,23 @@ class Segment(Node):
     Attributes:
         start, stop: columns of the page tables, one for each ``page_size`` tokens.
         lasting_refs: requests that use it, are never evicted and use it to their end.
+        used: when it, or one that followed it and is gone, was last, by the clock of :class:`SegmentCache`.
     """
 
     kind = "segment"
     start: int
     stop: int
     lasting_refs: int = 0
+    used: int = 0
 
     @property
     def columns(self) -> int:
         """How many it has."""
         return self.stop - self.start
+
+    def use(self, now: int) -> None:
+        """It is used at a time."""
+        self.used = max(self.used, now)
 
     def parts(self, columns: int) -> tuple[tuple[int, int], ...]:
         """Number and columns of each segment that a request uses which begins with ``columns``, itself last."""

@@ -16,6 +16,7 @@ from vllm_kvevict.engine.layers import is_evicted, keeps_all
 from vllm_kvevict.engine.scheduler.account import Account
 from vllm_kvevict.engine.scheduler.admission import PATIENCE
 from vllm_kvevict.engine.scheduler.blocks import SharedBlocks
+from vllm_kvevict.engine.scheduler.last_use import LastUse
 from vllm_kvevict.engine.scheduler.snapshots import Snapshot, Snapshots
 from vllm_kvevict.schedules.bounds import MemoryBounds
 
@@ -29,6 +30,7 @@ class OtherLayers:
 
     Attributes:
         snapshots: what other layers remember of compressed prefixes.
+        last_use: of what they remember of others.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class OtherLayers:
             x for x in manager.coordinator.single_type_managers if blocks and keeps_all(x.kv_cache_spec)
         ]
         """Of a draft model's layers, which keep all tokens."""
-        self.snapshots = Snapshots(manager)
+        self.snapshots, self.last_use = Snapshots(manager), LastUse(manager.block_pool)
         self._padding = 0 if blocks is None else blocks.of_others
         """Blocks that are taken for good: no request holds any yet."""
         self._pages_per_block = [rank.pages // blocks.most if blocks else 0 for rank in bounds.ranks]
@@ -123,7 +125,7 @@ class OtherLayers:
         to_begin = self.blocks_to_begin(request) - self._drafting_blocks([request.num_tokens])
         return to_begin, self._blocks_for(end, end - 1) - self._drafting_blocks([end])
 
-    def _covering(self, pages: Sequence[int]) -> int:
+    def covering(self, pages: Sequence[int]) -> int:
         """Blocks for so many pages of each rank."""
         return max(map(cdiv, pages, self._pages_per_block))
 
@@ -152,12 +154,12 @@ class OtherLayers:
         step = request, new_tokens, found_tokens, found, *args
         allocate = partial(KVCacheManager.allocate_slots, self._manager, *step, **kwargs)
         with self._blocks.holding(begins_with):
-            if not self._blocks.grow(self._covering(pages)):
+            if not self._blocks.grow(self.covering(pages)):
                 return None
             result = allocate()
             if result is None:
                 staying = [held + more for held, more in zip(pages, promised, strict=True)]
-                fewest = max(self._covering(staying), len(self._blocks.as_pages) - self._blocks.withheld)
+                fewest = max(self.covering(staying), len(self._blocks.as_pages) - self._blocks.withheld)
                 if self._blocks.shrink(fewest):
                     result = allocate()
         return result
@@ -185,7 +187,7 @@ class OtherLayers:
             prefill_end=tokens,
         )
         held = self._blocks.of_others - self.snapshots.blocks_without(begins_with)
-        return held + self._covering(pages) + needed > self._blocks.most + self._blocks.withheld
+        return held + self.covering(pages) + needed > self._blocks.most + self._blocks.withheld
 
     def pages_without_snapshots(self, kept: Snapshot | None) -> list[int]:
         """Pages of each rank that there would be besides without snapshots, but one."""
@@ -204,8 +206,8 @@ class OtherLayers:
         if self._blocks is None:
             return None
         if self._manager.block_pool.get_num_free_blocks() < self.snapshots.new_blocks:
-            self._blocks.shrink(self._covering(pages))
-        is_enough = self._blocks.grow(self._covering(pages))
+            self._blocks.shrink(self.covering(pages))
+        is_enough = self._blocks.grow(self.covering(pages))
         assert is_enough
         return self.snapshots.make(request_id, tokens)
 

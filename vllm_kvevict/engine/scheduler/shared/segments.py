@@ -7,6 +7,7 @@ Owns them. A segment is a part of a prompt, whole pages of all rows; it follows 
 A request that begins with a segment uses all those before it as well. None goes before those that follow it.
 """
 
+import itertools
 from collections.abc import Hashable, Sequence
 
 from vllm_kvevict.engine.scheduler.books import Books
@@ -29,6 +30,7 @@ class SegmentCache(Graph[Segment]):
     def __init__(self, unit: int, longest: int, most: int, outbox: Outbox, books: Books):
         super().__init__(most, outbox, books, tuple([0] * len(books.ranks) for _ in range(3)))
         self.unit, self._longest = unit, longest
+        self._clock = itertools.count(1)
         self._fresh: list[Segment] = []
         """Those that the step which is being scheduled will leave."""
         self._readers: dict[Hashable, dict[str, None]] = {}
@@ -101,6 +103,19 @@ class SegmentCache(Graph[Segment]):
             self.outbox.freeze(request_id, segment.number, segment.columns)
             parent, start = segment, end
         return parent
+
+    def touch(self, node: Segment) -> None:
+        super().touch(node)
+        node.use(self.now())
+
+    def now(self) -> int:
+        """The time: how often it was asked for."""
+        return next(self._clock)
+
+    def _remove(self, node: Segment) -> None:
+        super()._remove(node)
+        if node.parent is not None:
+            node.parent.use(node.used)  # by whoever used what followed it
 
     def cancel(self, numbers: Sequence[int]) -> Segment | None:
         """The next step makes no such segments after all, each the child of the one before; what they followed."""

@@ -153,9 +153,10 @@ class UncompressedPrefixes:
         return found
 
     def _find(self, keys: UnitKeys, most: int) -> tuple[Segment, int] | None:
-        """As of :meth:`SegmentCache.find`; modifies the order."""
+        """As of :meth:`SegmentCache.find`; modifies the order. Beside other layers only who begins with it does, since
+        most of it may be of no use."""
         found = self.segments.find(keys, most)
-        if found is not None:
+        if found is not None and not self._books.others.exist:
             self.segments.touch(found[0])
         return found
 
@@ -242,9 +243,21 @@ class UncompressedPrefixes:
             return
         if account.segment is not None:
             self.segments.retain(account.segment, account.is_lasting)
+            if self._books.others.exist:
+                self.segments.touch(account.segment)
+                self._use(request, account.tokens)
         units = self._units(request, account.plan.leaves(account.prefill_len))
         if units * self.segments.unit > self.columns_of(account):
             self.segments.begin(request.request_id, self._keys_of(request), units)
+
+    def _use(self, request: Request, end: int) -> None:
+        """What other layers remember of a request after so many tokens is used, if it is cached."""
+        others = self._books.others
+        if others.exist and self.is_on:
+            found, tokens = others.find(request, end)
+            if tokens == end:
+                blocks = [block for of_group in found.blocks for block in of_group]
+                others.last_use.use(blocks, self.segments.now())
 
     def let_copy_if_idle(self, request: Request, account: Account, tokens: int) -> None:
         """Let what the step reads to its eviction stay for others, if that takes only pages that nobody else needs.
@@ -371,7 +384,8 @@ class UncompressedPrefixes:
         self.segments.end(request.request_id)
         if request.is_finished() and not untold.is_admission:
             self._cache_beside(request, account)
-        self._ends.pop(request.request_id, None)
+        for end in self._ends.pop(request.request_id, ()):
+            self._use(request, end)
         last = account.segment
         if untold.segments:
             last = self.segments.cancel(untold.segments)
