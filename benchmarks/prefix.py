@@ -3,7 +3,9 @@
 All sides have the same KV memory and take turns. The document is evicted without a question in view
 (``kv_prefix_len``); stock vLLM keeps it whole. The scenarios ``long`` and ``compressed``, whose policy loses little
 without the question, compare with stock vLLM without its prefix cache. In the scenarios ``exact`` and ``unrelated``
-prompts are evicted with their question in view, so that only uncompressed prefixes can be found.
+prompts are evicted with their question in view, so that only uncompressed prefixes can be found. In ``windows`` and
+``states`` only some layers are evicted, and the same is served with a model of which all are; stock vLLM cannot cache
+states on CPUs.
 """
 
 import asyncio
@@ -35,6 +37,7 @@ from benchmarks.harness.tables import Columns
 
 WITHOUT, WITH = "without cache", "with cache"
 STOCK_WITHOUT = "stock without cache"
+ALL_EVICTED = "all layers evicted"
 SIDES = (STOCK, WITHOUT, WITH)
 WARM = ", warm"
 """How the names of turns end that ask once more what was just asked."""
@@ -106,11 +109,12 @@ class Scenario(Comparison):
     def server(self, side: str, threads: int | None) -> Server:
         """The server of a side, not started yet."""
         flags = [] if self.step is None else ["--max-num-batched-tokens", str(self.step)]
-        if side in (WITHOUT, WITH):
+        if side in (WITHOUT, WITH, ALL_EVICTED):
             flags += ["--kv-eviction", self.policy, "--kv-budget", f"{self.budget:g}"]
         if side in (STOCK_WITHOUT, WITHOUT):
             flags += ["--no-enable-prefix-caching"]
-        return self.serve(side, flags, environment(threads))
+        served = replace(self, all_evicted=side == ALL_EVICTED)
+        return served.serve(side, flags, environment(threads))
 
     async def send(self, server: Server, turn: str, number: int) -> Run:
         """Ask all questions."""
@@ -142,6 +146,8 @@ class Scenario(Comparison):
             return self._of_documents(rounds)
         if name in ("unique", "unrelated"):
             return of_unique(rounds)
+        if name in ("windows", "states"):
+            return self._of_mixed_layers(rounds)
         if name == "exact":
             return [self._after_the_first(rounds, WITHOUT, 0.06)]
         found = [self._after_the_first(rounds, STOCK_WITHOUT, 0.02)]
@@ -150,6 +156,14 @@ class Scenario(Comparison):
             pages = max(one[WITH].held_by_each for one in rounds) / whole
             found.append(Target("pages of the compressed document, over the whole one's", pages, 0.25, True))
         return found
+
+    def _of_mixed_layers(self, rounds: Sequence[Round]) -> list[Target]:
+        """A document that is read once, and a hit that is as fast as where all layers are evicted."""
+        least = self.document_len + self.questions * self.question_len
+        return [
+            Target("prompt tokens computed", max(one[WITH].computed for one in rounds), least, True),
+            self._after_the_first(rounds, ALL_EVICTED, 1.1),
+        ]
 
     def _of_document(self, rounds: Sequence[Round]) -> list[Target]:
         """Sixteen questions at once."""
@@ -250,6 +264,18 @@ SCENARIOS = {
         sides=(STOCK_WITHOUT, WITH),
         policy="kvzip",
         room=REPEAT_ROOM,
+    ),
+    "windows": replace(
+        ONE_BY_ONE,
+        about="sixteen questions about one document, one after the other, where three of four layers see a window",
+        sides=(STOCK, WITH, ALL_EVICTED),
+        architecture="gemma3_text",
+    ),
+    "states": replace(
+        ONE_BY_ONE,
+        about="sixteen questions about one document, one after the other, where half of the layers have a state",
+        sides=(WITH, ALL_EVICTED),
+        architecture="granitemoehybrid",
     ),
     "long": replace(
         ONE_BY_ONE,

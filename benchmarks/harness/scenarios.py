@@ -17,6 +17,11 @@ from benchmarks.harness.server import Server, cpu_environment
 from benchmarks.harness.tables import Columns
 
 LAYERS, HEADS, KV_HEADS, HIDDEN = 8, 8, 4, 512
+MIXED: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 512},
+    "granitemoehybrid": {"mamba_n_heads": 16, "mamba_d_head": 64, "shared_intermediate_size": 2 * HIDDEN},
+}
+"""Sizes of models with windows or states beside layers that are evicted."""
 BLOCK = 128
 """vLLM's block size on CPU."""
 SCRATCH = Path(__file__).parents[1] / "out"
@@ -39,7 +44,9 @@ class Comparison(ABC):
         about: shown in help and results.
         rounds: how often every turn runs.
         dtype: in which the servers compute and keep the KV.
-        pool: how many of the longest requests the KV memory holds whole.
+        pool: how many of the longest requests the KV memory holds whole, were there no windows or states.
+        architecture: of the model; layers are evicted that have neither a window nor a state.
+        all_evicted: whether it has no others.
     """
 
     about: str
@@ -47,6 +54,8 @@ class Comparison(ABC):
     pool: int
     rounds: int = 3
     dtype: str = "bfloat16"
+    architecture: str = "llama"
+    all_evicted: bool = False
 
     @property
     @abstractmethod
@@ -77,7 +86,7 @@ class Comparison(ABC):
 
     def model(self) -> Path:
         """That all sides serve."""
-        return model(max(4096, self.max_len))
+        return model(max(4096, self.max_len), architecture=self.architecture, all_evicted=self.all_evicted)
 
     def serve(
         self,
@@ -389,16 +398,28 @@ def over(rounds: Sequence[Round], what: Callable[[Any], float], ours: str, their
     return paired_ratio([what(one[ours]) for one in rounds], [what(one[theirs]) for one in rounds])
 
 
-def model(max_len: int, layers: int = LAYERS) -> Path:
-    """The random Llama of all speed benchmarks, bf16 on disk; engines turn it into the dtype that they are given."""
+def model(max_len: int, layers: int = LAYERS, architecture: str = "llama", all_evicted: bool = False) -> Path:
+    """The random model of all speed benchmarks, bf16 on disk; engines turn it into the dtype that they are given.
+
+    Args:
+        all_evicted: whether all its layers are of the kind that is evicted.
+    """
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from benchmarks.harness.models import make_model
+    from benchmarks.harness.models import ARCHITECTURES, make_model
 
     disable_progress_bar()
+    settings, name = {}, f"model-{layers}-layers-{max_len}"
+    if architecture in MIXED:
+        name = f"{architecture}-{'all-evicted-' * all_evicted}{name}"
+        kinds = ARCHITECTURES[architecture]["layer_types"]
+        kinds = kinds[-1:] if all_evicted else kinds  # the last one is evicted
+        settings = {**MIXED[architecture], "layer_types": (kinds * layers)[:layers]}
+        settings["num_hidden_layers"] = layers
     return make_model(
-        SCRATCH / f"model-{layers}-layers-{max_len}",
+        SCRATCH / name,
+        architecture,
         hidden=HIDDEN,
         layers=layers,
         heads=HEADS,
@@ -406,4 +427,5 @@ def model(max_len: int, layers: int = LAYERS) -> Path:
         head_dim=HEAD_DIM,
         max_len=max_len,
         dtype=torch.bfloat16,
+        **settings,
     )

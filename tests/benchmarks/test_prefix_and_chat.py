@@ -15,8 +15,8 @@ from benchmarks.harness import bench, documents, scenarios
 from benchmarks.harness.documents import Answer, Run, ask
 from benchmarks.harness.scenarios import STOCK
 from benchmarks.harness.server import ServerError, Snapshot
+from benchmarks.prefix import ALL_EVICTED, STOCK_WITHOUT, WITH, WITHOUT
 from benchmarks.prefix import SIDES as OF_DOCUMENTS
-from benchmarks.prefix import STOCK_WITHOUT, WITH, WITHOUT
 from tests.benchmarks.runs import without_port
 
 DOCUMENTS, CHATS = prefix.SCENARIOS, chat.SCENARIOS
@@ -37,7 +37,7 @@ def test_questions_share_documents_and_nothing_else():
 
 def flags_of(monkeypatch, scenario, sides) -> dict[str, list[str]]:
     """By side, without the port."""
-    monkeypatch.setattr(scenarios, "model", lambda max_len: Path("m"))
+    monkeypatch.setattr(scenarios, "model", lambda *_, **sizes: Path("m"))
     return {side: without_port(scenario.server(side, 1).command) for side in sides}
 
 
@@ -91,7 +91,7 @@ def test_every_target_can_be_met_and_missed(name, ours, wait, found, met):
     others = replace(GOOD, wall=10.0, hits=found, cached=found, preemptions=2, most_running=3)
     one = {}
     for turn, side in scenario.schedule().items():
-        other = side in (STOCK, STOCK_WITHOUT, WITHOUT)
+        other = side in (STOCK, STOCK_WITHOUT, WITHOUT, ALL_EVICTED)
         waits = [99.0 if first else 1.0 if other else wait for first in firsts]
         one[turn] = replace(others if other else ours, first_token=waits)
     targets = scenario.targets(name, [one] * 3)

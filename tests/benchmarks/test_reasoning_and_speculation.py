@@ -19,7 +19,7 @@ COPY = speculation.SCENARIOS["speculation-copy"]
 
 def commands(monkeypatch, module, scenario, path) -> list[list[str]]:
     """Of all sides, without their ports."""
-    monkeypatch.setattr(module, "model", lambda max_len: path)
+    monkeypatch.setattr(module, "model", lambda *_, **sizes: path)
     return [without_port(scenario.server(side, threads=1).command) for side in scenario.sides]
 
 

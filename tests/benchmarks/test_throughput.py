@@ -82,7 +82,7 @@ def test_pool_holds_as_many_full_requests_as_it_says(name, dtype):
 
 
 def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
-    monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
+    monkeypatch.setattr(scenarios, "model", lambda *_, **sizes: tmp_path)
     scenario = replace(SCENARIOS["pool-bound"], tensor=2, dtype="float32", lookaheads=(0, 16))
     stock, evicting, later = (scenario.server(side, threads=1).command for side in scenario.sides)
     assert evicting[-4:] == ["--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
@@ -96,7 +96,7 @@ def test_sides_differ_in_the_eviction_only(monkeypatch, tmp_path):
 
 def test_the_baseline_serves_each_budget_once_more(monkeypatch, tmp_path, at_level):
     at_level("avx512")
-    monkeypatch.setattr(scenarios, "model", lambda max_len: tmp_path)
+    monkeypatch.setattr(scenarios, "model", lambda *_, **sizes: tmp_path)
     scenario = replace(SCENARIOS["fits"], baseline=Baseline("other", {"vllm-kvevict": "0.1"}, "abc"))
     assert scenario.sides == ["stock", "budget 1", "budget 0.2", "budget 1, baseline", "budget 0.2, baseline"]
     _, _, served, _, other = (scenario.server(side, threads=None) for side in scenario.sides)

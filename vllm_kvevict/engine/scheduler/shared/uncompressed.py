@@ -89,6 +89,8 @@ class UncompressedPrefixes:
         self.segments = SegmentCache(unit, longest, MOST_SEGMENTS, outbox, books)
         self._ends: dict[str, set[int]] = {}
         """Tokens of each admitted request at which others may go on with what layers that are not evicted remember."""
+        self._cached: dict[str, int] = {}
+        """Blocks of each admitted request that these layers were told to keep for others."""
         self._queue_head: dict[str, Waiting] | None = None
         """The first waiting requests, as they were when this step began, without those admitted since. The queue may be
         long, and a step may evict many: it is looked at once in a step, when somebody asks."""
@@ -239,6 +241,7 @@ class UncompressedPrefixes:
         if self._queue_head is not None:
             self._queue_head.pop(request.request_id, None)
         self._ends[request.request_id] = self._first_ends(request)
+        self._cached[request.request_id] = 0
         if account.prefix is not None:
             return
         if account.segment is not None:
@@ -384,6 +387,7 @@ class UncompressedPrefixes:
         self.segments.end(request.request_id)
         if request.is_finished() and not untold.is_admission:
             self._cache_beside(request, account)
+        self._cached.pop(request.request_id, None)
         for end in self._ends.pop(request.request_id, ()):
             self._use(request, end)
         last = account.segment
@@ -401,7 +405,10 @@ class UncompressedPrefixes:
         others = self._books.others
         if self.is_on and others.exist and not account.is_invalid:
             known = min(account.tokens, request.num_tokens, whole_until(account.plan))
-            others.cache(request, known, self._ends[request.request_id])
+            blocks = known // self._block
+            if blocks > self._cached[request.request_id]:  # most steps of an answer complete none
+                self._cached[request.request_id] = blocks
+                others.cache(request, known, self._ends[request.request_id])
 
     def end_copying(self, account: Account) -> None:
         """An account was evicted on every rank: it borrows nothing of segments any more."""
