@@ -6,6 +6,7 @@ It is predicted by the model's configuration, found in vLLM's groups where there
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -78,15 +79,15 @@ class LayerMap:
         specs: of each of the others.
         unlisted: evicted layers that are in no group. Groups have as many layers as the smallest, which those of a
             draft model are, so vLLM hears of as many evicted ones only.
-        enlarged: blocks of evicted layers have so many times the tokens that vLLM's configuration says, where those of
-            others take more memory.
+        enlarged: blocks of evicted layers have so many times the memory that vLLM's configuration says, where those of
+            others take more.
     """
 
     evicted: tuple[tuple[int, ...], ...]
     others: tuple[tuple[int, ...], ...] = ()
     specs: tuple[KVCacheSpec, ...] = ()
     unlisted: tuple[int, ...] = ()
-    enlarged: int = 1
+    enlarged: Fraction = Fraction(1)
 
     @classmethod
     def predicted(cls, vllm_config: Any) -> "LayerMap":
@@ -238,8 +239,10 @@ def draft_layers(vllm_config: Any) -> tuple[tuple[int, KVCacheSpec], ...]:
         "head_size": model.get_head_size(),
         "dtype": model.dtype,
     }
-    window = model.get_sliding_window()
-    spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(sliding_window=window, **shape)
+    spec: KVCacheSpec = FullAttentionSpec(**shape)
+    # Without types of layers vLLM takes the window of the other model.
+    if set(layer_types(model.hf_text_config)) == {WINDOW}:
+        spec = SlidingWindowSpec(sliding_window=model.get_sliding_window(), **shape)
     count = 1 if speculation.method == "mtp" else model.get_total_num_hidden_layers()
     return tuple((layer, spec) for layer in range(-count, 0))
 
@@ -273,8 +276,8 @@ def _grouped(specs: tuple[tuple[int, KVCacheSpec], ...]) -> LayerMap:
         [(tuple(specs[int(name)][0] for name in group.layer_names), group.kv_cache_spec) for group in groups]
     )
     sizes = [
-        (by_name[str(index)].block_size, spec.block_size)
+        Fraction(by_name[str(index)].page_size_bytes, spec.page_size_bytes)
         for index, (_, spec) in enumerate(specs)
         if is_evicted(spec)
     ]
-    return replace(layers, enlarged=sizes[0][0] // sizes[0][1]) if sizes else layers
+    return replace(layers, enlarged=sizes[0]) if sizes else layers

@@ -57,7 +57,8 @@ def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
     stages = evicted_layers_of_stages(vllm_config)
     blocks = max(0, (cache.num_gpu_blocks or 0) // num_engines - layers.blocks_kept(vllm_config))
     places = [layers.places(stage) for stage in stages_of(vllm_config)]
-    pages = [layout.pages_of(blocks * cache.block_size * layers.enlarged) * count for count in places]
+    tokens = int(blocks * cache.block_size * layers.enlarged)
+    pages = [layout.pages_of(tokens) * count for count in places]
     ranks, step = rank_capacities(stages, layout, pages), longest_step(vllm_config.scheduler_config)
     drafts = vllm_config.num_lookahead_tokens
     return MemoryBounds(ranks, layout.page_size, step, len(stages), is_asynchronous(), drafts)
@@ -103,7 +104,7 @@ def bytes_for(vllm_config: Any, plans: Sequence[Plan], tokens: int) -> int:
         assert device is not None
         current_platform._align_hybrid_block_size(vllm_config, device.load(device.backend))
     layers, layout = LayerMap.predicted(vllm_config), layout_of(vllm_config)
-    place = vllm_config.cache_config.block_size * layers.enlarged * layout.rows
+    place = int(vllm_config.cache_config.block_size * layers.enlarged) * layout.rows
     pages = max(pages_of_place(vllm_config, plan, tokens) for plan in plans)
     blocks = len(layers.evicted) * cdiv(pages * layout.page_size, place)
     blocks += max(layers.blocks_kept(vllm_config), NULL_BLOCKS)

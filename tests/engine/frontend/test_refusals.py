@@ -386,9 +386,9 @@ def test_draft_tokens_beyond_the_first_eviction_of_an_answer(model):
 
 
 def test_models_and_methods_without_speculative_decoding(models, model):
-    dflash = {"method": "medusa", "model": model, "num_speculative_tokens": 2}
+    medusa = {"method": "medusa", "model": model, "num_speculative_tokens": 2}
     assert "speculative decoding by medusa: ngram, suffix, draft_model, eagle, eagle3 and mtp " in refusal(
-        model, speculative_config=dflash
+        model, speculative_config=medusa
     )
     drafted = {"model": model, "method": "draft_model", "num_speculative_tokens": 2}
     hybrid = str(models("granitemoehybrid"))
@@ -399,18 +399,18 @@ def test_models_and_methods_without_speculative_decoding(models, model):
 DRAFT_MODELS = {
     "of several kinds of layers": ("llama", "gpt_oss", {}, "layers of several kinds"),
     "in more groups than one": ("gpt_oss", "llama", {}, "several of vLLM's groups"),
-    "in parallel": ("llama", "llama", {"parallel_drafting": True}, "parallel_drafting: remove one"),
-    "of several modules": ("modules", None, {"method": "mtp"}, "with one module only, and this model has 2"),
-    "one module": ("modules", None, {"method": "mtp", "num_speculative_tokens": 1}, None),
+    "in parallel": ("llama", "llama", {"parallel_drafting": True}, "combined with parallel_drafting of"),
+    "other KV": ("llama", "llama", {"kv_cache_dtype": "fp8"}, "combined with kv_cache_dtype of"),
+    "of several modules": (2, None, {"method": "mtp"}, "with one module only, and this model has 2"),
+    "one module": (1, None, {"method": "mtp"}, None),
 }
 
 
 @pytest.mark.parametrize("served, drafter, given, sentence", DRAFT_MODELS.values(), ids=DRAFT_MODELS)
 def test_draft_models(models, tmp_path, monkeypatch, served, drafter, given, sentence):
-    if served == "modules":
-        target = save_config(
-            tmp_path, "glm4_moe", "Glm4MoeForCausalLM", {**SMALL, "num_nextn_predict_layers": 2}
-        )
+    if isinstance(served, int):
+        settings = {**SMALL, "num_nextn_predict_layers": served}
+        target = save_config(tmp_path, "glm4_moe", "Glm4MoeForCausalLM", settings)
     else:
         target = str(models(served))
     drafts = {"method": "draft_model", "num_speculative_tokens": 2, **given}
@@ -422,6 +422,23 @@ def test_draft_models(models, tmp_path, monkeypatch, served, drafter, given, sen
     configured(target, speculative_config=drafts)
     monkeypatch.setattr(checks, "this_device", lambda: devices.CUDA)
     assert "was not tested on CUDA: choose ngram" in refusal(target, speculative_config=drafts)
+
+
+def test_draft_models_have_room_for_a_token_more_of_each_request(models):
+    """However vLLM is told of them: its proposer writes behind its buffers otherwise."""
+    target, drafter = str(models("llama")), str(models("llama", layers=1))
+    given = (
+        {
+            "spec_method": "draft_model",
+            "spec_model": drafter,
+            "spec_tokens": 2,
+        },
+        {"speculative_config": {"method": "draft_model", "model": drafter, "num_speculative_tokens": 2}},
+    )
+    plain, *found = (configured(target, **settings).scheduler_config for settings in ({}, *given))
+    assert [one.max_num_batched_tokens - plain.max_num_batched_tokens for one in found] == [
+        plain.max_num_seqs
+    ] * 2
 
 
 def test_a_policy_that_does_not_go_with_adapters_is_refused_for_one_request(model):

@@ -30,9 +30,9 @@ def server(window: int, cached: bool = False, **sizes: Any) -> Simulation:
     return Simulation(dataclasses.replace(setup, **sizes))
 
 
-def load(seed: int, window: int) -> Simulation:
+def load(seed: int, window: int, **sizes: Any) -> Simulation:
     """Requests with long answers, half of them kept whole."""
-    simulation, choose = server(window), random.Random(seed)
+    simulation, choose = server(window, **sizes), random.Random(seed)
     for index in range(24):
         fields: dict[str, Any] = {"kv_eviction": "full"} if index % 2 else {}
         prompt, answer = choose.randrange(100, 500), choose.randrange(50, 500)
@@ -76,6 +76,41 @@ def test_what_windows_will_take_must_be_counted(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(other_layers.OtherLayers, "together_later", as_now)
     assert max(load(2, 512).preemptions.values()) > PATIENCE + 1
+
+
+DRAFTING = {"drafter": "draft_model", "drafts": 3}
+
+
+def test_what_a_draft_model_will_take_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: beside what it holds now there seems to be room."""
+    counted = sum(load(1, 0, **DRAFTING).preemptions.values())
+    nothing_more = lambda self, accounts, *_: (self._drafting_blocks(x.tokens for x in accounts), 0, 0)  # noqa: E731
+    monkeypatch.setattr(other_layers.OtherLayers, "_of_draft_model", nothing_more)
+    assert 3 * counted < sum(load(1, 0, **DRAFTING).preemptions.values())
+
+
+@pytest.mark.parametrize("drafts", [1, 40])
+def test_what_a_draft_model_takes(drafts: int) -> None:
+    """All tokens, and those that it drafts."""
+    simulation = server(0, drafter="eagle3", drafts=drafts)
+    simulation.add(make_request("r", 300, 400, {"kv_eviction": "full"}))
+    simulation.step()
+    ledger, most, tokens = simulation.ledger, 0, 0
+    assert ledger.blocks is not None
+    while "r" in ledger.accounts:
+        most, tokens = max(most, ledger.blocks.of_others - 1), max(tokens, ledger.accounts["r"].tokens)
+        simulation.step()
+    assert ledger.others.pages_beside(tokens) == [most * ROWS]
+
+
+def test_requests_that_begin_alike_share_what_a_draft_model_has() -> None:
+    simulation = server(0, cached=True, **DRAFTING)
+    for number in range(25):
+        simulation.add(make_request(f"r{number}", [*range(8, 808), *[number] * 8], 60))
+        if not number:
+            simulation.run(200)
+    simulation.run(5000)
+    assert simulation.most_running >= 20 and not sum(simulation.preemptions.values())
 
 
 PROMPT, LAST = list(range(8, 708)), list(range(5000, 5040))

@@ -240,6 +240,8 @@ def make_scheduler(setup: Setup) -> Scheduler:
     if speculation := config.speculative_config if setup.drafter else None:
         speculation.method, speculation.draft_model_config = setup.drafter, config.model_config
         speculation.draft_parallel_config = config.parallel_config
+        if setup.drafter == "draft_model":  # for which vLLM takes a token more of each request
+            config.scheduler_config.max_num_batched_tokens += setup.max_num_seqs
     groups = _groups(setup)
     blocks = config.cache_config.num_gpu_blocks
     if setup.has_other_layers:

@@ -81,7 +81,7 @@ ONE, WINDOWS = ("FullAttentionSpec", 1), ("SlidingWindowSpec", 1)
         ("gpt_oss", 1, [("evicted", 1), ONE, WINDOWS, WINDOWS], (3,)),
     ],
 )
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4])
 def test_groups_beside_a_draft_model(
     models, tmp_path, kv_heads: int, served: str, layers: int, sizes: list, unlisted: tuple
 ) -> None:
@@ -92,7 +92,7 @@ def test_groups_beside_a_draft_model(
     config = args.create_engine_config()
     found = LayerMap.predicted(config)
     assert (sorted(_sizes(found)), found.unlisted) == (sorted(sizes), unlisted)
-    assert found.enlarged == max(1, kv_heads // 2)
+    assert found.enlarged == max(1, kv_heads / 2)
     assert found.undoes_rows == (served == "llama") and found.caches_prefixes and found.repeats_prompts
 
 

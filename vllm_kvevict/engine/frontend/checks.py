@@ -211,7 +211,7 @@ def _check_mixed_layers(vllm_config: Any) -> None:
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise KVEvictionError(
             "--kv-eviction cannot be combined with --disable-hybrid-kv-cache-manager on models with layers of several "
-            "kinds: each kind needs its own blocks, so remove one of the two"
+            "kinds, or with a draft model: each kind needs its own blocks, so remove one of the two"
         )
     if not all(evicted_layers_of_stages(vllm_config)):
         raise KVEvictionError(
@@ -260,15 +260,17 @@ def _check_draft_model(vllm_config: Any) -> None:
             f"--kv-eviction with speculative decoding by {speculation.method} was not tested on CUDA: choose ngram"
         )
     drafter = speculation.draft_model_config
-    if speculation.use_multi_module_mtp():
+    modules = getattr(drafter.hf_config, "num_nextn_predict_layers", 1) if speculation.method == "mtp" else 1
+    if modules > 1:
         raise KVEvictionError(
-            "--kv-eviction supports speculative decoding by mtp with one module only, and this model has "
-            f"{drafter.hf_config.num_nextn_predict_layers}: set num_speculative_tokens to 1, or leave --kv-eviction out"
+            f"--kv-eviction supports speculative decoding by mtp with one module only, and this model has {modules}: "
+            "choose another method, or leave --kv-eviction out"
         )
-    if speculation.parallel_drafting:
-        raise KVEvictionError(
-            "--kv-eviction cannot be combined with speculative decoding by parallel_drafting: remove one of the two"
-        )
+    for field in ("parallel_drafting", "kv_cache_dtype"):
+        if getattr(speculation, field):
+            raise KVEvictionError(
+                f"--kv-eviction cannot be combined with {field} of --speculative-config: remove one of the two"
+            )
     types = set(layer_types(drafter.hf_text_config)) if speculation.method != "mtp" else set()
     groups = [group for group in LayerMap.predicted(vllm_config).others if min(group) < 0]
     if drafter.use_mla or drafter.is_hybrid or len(types) > 1 or len(groups) > 1:

@@ -283,7 +283,7 @@ def _make_room_for_extra_rows(args: Any, options: Options) -> None:
     extra = 0
     for name in allowed:
         extra = max(extra, most_extra_rows(name, options.params_of(name), options.defaults))
-    is_drafted = bool((args.speculative_config or {}).get("model"))
+    is_drafted = bool(args.spec_model or (args.speculative_config or {}).get("model"))
 
     def make(set_defaults: Callable[..., None]) -> Callable[..., None]:
         def set_ours(usage_context: Any, model_config: Any, *rest: Any) -> None:

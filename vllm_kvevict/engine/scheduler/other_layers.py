@@ -91,18 +91,30 @@ class OtherLayers:
             soon += account.beside[0] if account.is_reading else account.beside[1]
             later += account.beside[1]
         now = self._blocks.of_others - self.snapshots.blocks_without()
+        held, until_read, until_end = self._of_draft_model(accounts, new, end_of)
+        # Requests that begin alike share blocks of a draft model: it has no more of them than there are.
+        held = min(held, now - self._padding)
         if request.num_preemptions < PATIENCE and all(account.epoch <= PATIENCE for account in accounts):
-            later = now - self._drafting_blocks(account.tokens for account in accounts)
-        if self._drafting:
-            everyone = [*accounts, new]
-            # Answers go on by a block meanwhile.
-            soon += self._drafting_blocks(max(x.prefill_len, x.tokens + self._block) for x in everyone)
-            later += self._drafting_blocks(map(end_of, everyone))
+            later = now - held
         # Blocks behind a window are given back a step late.
-        return self._with_blocks(while_read, max(soon, now)), self._with_blocks(at_end, later)
+        soon = max(soon + held + until_read, now)
+        return self._with_blocks(while_read, soon), self._with_blocks(at_end, later + held + until_end)
+
+    def _of_draft_model(
+        self, accounts: Collection[Account], new: Account, end_of: Callable[[Account], int]
+    ) -> tuple[int, int, int]:
+        """Blocks that a draft model has of these accounts, if they share none; and how many more it will have together
+        with those of a new one, once that is read, and when all end."""
+        if not self._drafting:
+            return 0, 0, 0
+        everyone = [*accounts, new]
+        held = self._drafting_blocks(account.tokens for account in accounts)
+        # Answers go on by a block meanwhile.
+        read = (max(account.prefill_len, account.tokens + self._block) for account in everyone)
+        return held, self._drafting_blocks(read) - held, self._drafting_blocks(map(end_of, everyone)) - held
 
     def _drafting_blocks(self, tokens: Iterable[int]) -> int:
-        """Blocks of a draft model for requests with so many tokens each."""
+        """Blocks of a draft model for requests with so many tokens each, if they share none."""
         sizes = [manager.block_size for manager in self._drafting]
         if not sizes:
             return 0
