@@ -85,7 +85,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     scenario = replace(scenario, baseline=arguments.baseline)
     if isinstance(scenario, reasoning.LongAnswers) and scenario.policy not in decoding_policies():
         parser.error(f"--policy must evict answers: one of {', '.join(decoding_policies())}")
-    if arguments.baseline and name == "speculation-copy":
+    if arguments.baseline and isinstance(scenario, speculation.Copying):
         parser.error("--baseline belongs to other scenarios")
     return arguments, {name: scenario}
 

@@ -1,14 +1,15 @@
-"""Scenarios of throughput with speculative decoding by ngram: answers that copy the prompt.
+"""Scenarios of throughput with speculative decoding: answers that go on as their prompt does.
 
 Ngram drafts the tokens that followed the last ones earlier in the text, so it pays where answers repeat their prompt.
-How well a model copies from an evicted cache is measured by ``vllm-kvevict quality``.
+A draft model guesses. How well a model copies from an evicted cache is measured by ``vllm-kvevict quality``.
 """
 
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.load import Load
 from benchmarks.harness.measure import Estimate
@@ -30,12 +31,9 @@ from benchmarks.harness.sides import FIRST_WORD, VOCAB
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 LOUDER = 50
 """Embeddings over those of the random model."""
-OVER_PLAIN = "output tokens/s over those without ngram"
-
-
-def with_ngram(side: str) -> str:
-    """The side that drafts."""
-    return f"{side}, ngram"
+DRAFTS = 3
+"""Tokens that a draft model guesses at once."""
+OVER_PLAIN = "output tokens/s over those without drafts"
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class CopyLoad(Load):
 
 @dataclass(frozen=True)
 class Copying(Scenario):
-    """Answers that go on as their prompt does, where drafts by ngram pay; eviction without and with drafts.
+    """Answers that go on as their prompt does, where drafts pay; eviction without and with drafts.
 
     A random model repeats nothing. The model here has the layers of the other one, but always predicts the next number,
     whatever its cache holds. Prompts count too, with a few mistakes, where drafts are rejected. So all sides draft and
@@ -71,31 +69,47 @@ class Copying(Scenario):
 
     Attributes:
         every: see CopyLoad.
+        method: how vLLM drafts.
     """
 
     every: int = 25
+    method: str = "ngram"
+
+    def drafted(self, side: str) -> str:
+        """The side that drafts."""
+        return f"{side}, {self.method}"
+
+    def plain(self, side: str) -> str:
+        """The side without drafts."""
+        return side.removesuffix(self.drafted(""))
 
     @property
     def reference(self) -> str:
         """Stock vLLM drafts, too."""
-        return with_ngram(STOCK)
+        return self.drafted(STOCK)
 
     @property
     def evicting(self) -> dict[str, Evicting]:
         """The sides with eviction and drafts."""
-        return {with_ngram(side): how for side, how in super().evicting.items()}
+        return {self.drafted(side): how for side, how in super().evicting.items()}
 
     @property
     def sides(self) -> list[str]:
         """Also those without drafts."""
-        plain = [side.removesuffix(with_ngram("")) for side in self.evicting]
-        return [self.reference, *(one for pair in zip(plain, self.evicting, strict=True) for one in pair)]
+        return [self.reference, *(one for side in self.evicting for one in (self.plain(side), side))]
 
     def flags(self, side: str) -> list[str]:
         """What a side's server is told that no other is."""
-        plain = side.removesuffix(with_ngram(""))
-        drafting = [] if plain == side else ["--speculative-config", json.dumps(NGRAM)]
-        return [*drafting, *super().flags(plain if plain == STOCK else with_ngram(plain))]
+        plain = self.plain(side)
+        drafting = [] if plain == side else ["--speculative-config", json.dumps(self.drafts())]
+        return [*drafting, *super().flags(plain if plain == STOCK else self.drafted(plain))]
+
+    def drafts(self) -> dict[str, Any]:
+        """What vLLM is told of its drafts."""
+        if self.method == "ngram":
+            return NGRAM
+        drafter = str(copying_drafter(max(4096, self.max_len)))
+        return {"method": self.method, "model": drafter, "num_speculative_tokens": DRAFTS}
 
     def environment(self, threads: int | None) -> dict[str, str]:
         """Numba drafts; with threads of its own on every core it would take the OpenMP threads along."""
@@ -111,8 +125,8 @@ class Copying(Scenario):
 
     def figures(self, side: str, rounds: Sequence[Round]) -> dict[str, Estimate]:
         """Also what drafts bring beside eviction."""
-        plain = side.removesuffix(with_ngram(""))
-        return super().figures(side, rounds) | {OVER_PLAIN: over(rounds, speed, side, plain)}
+        plain = over(rounds, speed, side, self.plain(side))
+        return super().figures(side, rounds) | {OVER_PLAIN: plain}
 
     def targets(self, name: str, rounds: Sequence[Round]) -> list[Target]:
         """Drafts should not cost more than they bring, beside stock vLLM with drafts and beside no drafts."""
@@ -138,8 +152,21 @@ def copying_model(max_len: int) -> Path:
     return make_variant(SCRATCH / f"copying-{max_len}", base, weights)
 
 
+def copying_drafter(max_len: int) -> Path:
+    """The first layer of the model that counts, which counts as well."""
+    from safetensors.torch import load_file
+
+    target = copying_model(max_len)
+    weights = load_file(target / "model.safetensors")
+    kept = {name: one for name, one in weights.items() if ".layers." not in name or ".layers.0." in name}
+    return make_variant(SCRATCH / f"copying-drafter-{max_len}", target, kept, num_hidden_layers=1)
+
+
+COPY = Copying("answers go on as the prompt does", *(4, 2048, 384), pool=4, budgets=(1.0, 0.2), rounds=5)
 SCENARIOS = {
-    "speculation-copy": Copying(
-        "answers go on as the prompt does", *(4, 2048, 384), pool=4, budgets=(1.0, 0.2), rounds=5
-    )
+    "speculation-copy": COPY,
+    # Its own KV needs room as well.
+    "speculation-draft-model": replace(
+        COPY, about="the same, drafted by a model of one layer", pool=5, method="draft_model"
+    ),
 }

@@ -4,17 +4,18 @@ import itertools
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import reasoning, scenarios, speculation
 from benchmarks.harness.scenarios import STOCK
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
-from benchmarks.harness.speculation import NGRAM, copying_model, with_ngram
+from benchmarks.harness.speculation import NGRAM, copying_drafter, copying_model
 from tests.benchmarks.runs import without_port
 
 LONG, FITS = reasoning.SCENARIOS["reasoning-long"], reasoning.SCENARIOS["reasoning-fits"]
-COPY = speculation.SCENARIOS["speculation-copy"]
+COPY, DRAFTED = (speculation.SCENARIOS[f"speculation-{name}"] for name in ("copy", "draft-model"))
 
 
 def commands(monkeypatch, module, scenario, path) -> list[list[str]]:
@@ -53,26 +54,45 @@ def test_prompts_count_and_miscount_now_and_then():
         assert min(prompt) >= FIRST_WORD and max(prompt) < VOCAB
 
 
-def test_the_model_names_each_tokens_successor(tmp_path, monkeypatch):
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """A stand-in for the random model, with two layers."""
     torch.manual_seed(0)
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    save_file({name: torch.randn(VOCAB, 64) for name in names}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
+    weights = {name: torch.randn(VOCAB, 64) for name in names}
+    layers = {f"model.layers.{layer}.mlp.weight": torch.full((1,), float(layer)) for layer in range(2)}
+    save_file(weights | layers, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     monkeypatch.setattr(speculation, "model", lambda max_len: tmp_path)
     monkeypatch.setattr(speculation, "SCRATCH", tmp_path)
-    weights = load_file(copying_model(64) / "model.safetensors")
+
+
+@pytest.mark.parametrize("make", [copying_model, copying_drafter])
+def test_the_model_and_its_drafter_name_each_tokens_successor(base, make):
+    path = make(64)
+    weights = load_file(path / "model.safetensors")
     logits = weights["model.embed_tokens.weight"] @ weights["lm_head.weight"].T
     words = range(FIRST_WORD, VOCAB)
     assert [int(logits[token].argmax()) for token in words] == [successor(token) for token in words]
+    layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    assert layers == (1 if make is copying_drafter else 2)
+    assert {name for name in weights if ".layers." in name} == {
+        f"model.layers.{layer}.mlp.weight" for layer in range(layers)
+    }
 
 
-def test_sides_differ_in_eviction_and_drafts_alone(monkeypatch, tmp_path):
-    monkeypatch.setattr(speculation, "copying_model", lambda max_len: tmp_path)
-    flags = dict(zip(COPY.sides, commands(monkeypatch, scenarios, COPY, tmp_path), strict=True))
-    drafting = ["--speculative-config", json.dumps(NGRAM)]
-    plain = flags[with_ngram(STOCK)][:-2]
-    assert flags[with_ngram(STOCK)] == plain + drafting and len(flags) == 5
+@pytest.mark.parametrize("scenario", [COPY, DRAFTED], ids=lambda scenario: scenario.method)
+def test_sides_differ_in_eviction_and_drafts_alone(monkeypatch, tmp_path, scenario):
+    for name in ("copying_model", "copying_drafter"):
+        monkeypatch.setattr(speculation, name, lambda max_len, name=name: tmp_path / name)
+    flags = dict(zip(scenario.sides, commands(monkeypatch, scenarios, scenario, tmp_path), strict=True))
+    model = {"method": "draft_model", "model": str(tmp_path / "copying_drafter"), "num_speculative_tokens": 3}
+    drafting = ["--speculative-config", json.dumps(NGRAM if scenario is COPY else model)]
+    stock = scenario.drafted(STOCK)
+    plain = flags[stock][:-2]
+    assert flags[stock] == plain + drafting and len(flags) == 5
     for name, budget in (("budget 1", "1"), ("budget 0.2", "0.2")):
         evicting = ["--kv-eviction", "ada-snapkv", "--kv-budget", budget]
-        assert flags[name] == plain + evicting and flags[with_ngram(name)] == plain + drafting + evicting
-    assert COPY.environment(None)["NUMBA_NUM_THREADS"] == "1"
+        assert flags[name] == plain + evicting
+        assert flags[scenario.drafted(name)] == plain + drafting + evicting
+    assert scenario.environment(None)["NUMBA_NUM_THREADS"] == "1"
