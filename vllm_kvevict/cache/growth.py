@@ -18,11 +18,9 @@ from vllm_kvevict.kernels.masks import true_places
 
 def by_tokens(tokens: IntArray) -> Iterator[tuple[IntArray, int]]:
     """Parts of a batch that add equally many tokens to each request, and how many: first all single ones, if any."""
-    singles = np.flatnonzero(tokens == 1)
-    if singles.size:
-        yield singles, 1
-    for i in np.flatnonzero(tokens > 1):
-        yield np.array([i]), int(tokens[i])
+    # Requests with drafts add several tokens at each step, usually equally many.
+    for count in np.unique(tokens[tokens > 0]).tolist():
+        yield np.flatnonzero(tokens == count), count
 
 
 def part_of(batch: torch.Tensor, part: IntArray) -> torch.Tensor:
@@ -55,7 +53,7 @@ def append(
         if tokens > 1:
             # A row that ends within a page needs no more new ones than a row that ends with one.
             column = column + torch.arange(-(-tokens // size), dtype=torch.int32, device=rows.device)
-        taken = rows.pool.allocate_stretch(count) if tokens > 1 else rows.pool.allocate(count)
+        taken = rows.pool.allocate_stretch(count) if tokens >= size else rows.pool.allocate(count)
         tables.arena[(starts[..., None] + column).flatten()[true_places(column < new, count)]] = taken
         if ending < count:
             # Some new pages become full, so tokens >= page_size and every row ends in a new page.
