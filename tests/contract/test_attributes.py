@@ -71,7 +71,7 @@ ATTRIBUTES: dict[str, str] = {
     "vllm.v1.sample.rejection_sampler:RejectionSampler": "sampler",
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "num_draft_tokens",
     "vllm.config:SpeculativeConfig": (
-        "method num_speculative_tokens draft_model_config draft_parallel_config parallel_drafting use_multi_module_mtp"
+        "method num_speculative_tokens draft_model_config draft_parallel_config parallel_drafting kv_cache_dtype"
     ),
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta kv_connector_stats",
     "vllm.v1.attention.backend:CommonAttentionMetadata": (

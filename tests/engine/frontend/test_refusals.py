@@ -399,8 +399,8 @@ def test_models_and_methods_without_speculative_decoding(models, model):
 DRAFT_MODELS = {
     "of several kinds of layers": ("llama", "gpt_oss", {}, "layers of several kinds"),
     "in more groups than one": ("gpt_oss", "llama", {}, "several of vLLM's groups"),
-    "in parallel": ("llama", "llama", {"parallel_drafting": True}, "combined with parallel_drafting of"),
-    "other KV": ("llama", "llama", {"kv_cache_dtype": "fp8"}, "combined with kv_cache_dtype of"),
+    "in parallel": ("llama", "llama", {"parallel_drafting": True}, "combined with parallel_drafting or"),
+    "other KV": ("llama", "llama", {"kv_cache_dtype": "fp8"}, "or kv_cache_dtype of --spec"),
     "of several modules": (2, None, {"method": "mtp"}, "with one module only, and this model has 2"),
     "one module": (1, None, {"method": "mtp"}, None),
 }

@@ -266,11 +266,11 @@ def _check_draft_model(vllm_config: Any) -> None:
             f"--kv-eviction supports speculative decoding by mtp with one module only, and this model has {modules}: "
             "choose another method, or leave --kv-eviction out"
         )
-    for field in ("parallel_drafting", "kv_cache_dtype"):
-        if getattr(speculation, field):
-            raise KVEvictionError(
-                f"--kv-eviction cannot be combined with {field} of --speculative-config: remove one of the two"
-            )
+    if speculation.parallel_drafting or speculation.kv_cache_dtype:
+        raise KVEvictionError(
+            "--kv-eviction cannot be combined with parallel_drafting or kv_cache_dtype of --speculative-config: remove "
+            "one of the two"
+        )
     types = set(layer_types(drafter.hf_text_config)) if speculation.method != "mtp" else set()
     groups = [group for group in LayerMap.predicted(vllm_config).others if min(group) < 0]
     if drafter.use_mla or drafter.is_hybrid or len(types) > 1 or len(groups) > 1:
