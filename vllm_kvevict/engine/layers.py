@@ -104,13 +104,18 @@ class LayerMap:
 
     @classmethod
     def found(cls, groups: Sequence[KVCacheGroupSpec]) -> "LayerMap":
-        """How vLLM has grouped the layers that it hears of in a worker, whichever are of a draft model."""
+        """How vLLM has grouped the layers that it hears of in a worker; of the others only how many, since nobody asks
+        for more."""
         # The front-end need not load vLLM's layers.
         from vllm.model_executor.models.utils import extract_layer_index
 
-        return cls._of(
-            [(tuple(map(extract_layer_index, group.layer_names)), group.kv_cache_spec) for group in groups]
-        )
+        found = []
+        for group in groups:
+            layers = tuple(range(len(group.layer_names)))
+            if is_evicted(group.kv_cache_spec):
+                layers = tuple(map(extract_layer_index, group.layer_names))
+            found.append((layers, group.kv_cache_spec))
+        return cls._of(found)
 
     @classmethod
     def _of(cls, groups: Sequence[tuple[tuple[int, ...], KVCacheSpec]]) -> "LayerMap":

@@ -144,10 +144,12 @@ def check_holds_longest(vllm_config: Any, available: int) -> None:
 
 
 def draft_memory(vllm_config: Any, options: Options) -> tuple[int, int]:
-    """Bytes that a rank holds of the longest prompt for a draft model, 0 without one that has KV; and for the evicted
-    layers, once they are."""
-    tokens = vllm_config.model_config.max_model_len
+    """Bytes that a rank holds of the longest prompt for a draft model, and for the evicted layers, once they are; both
+    0 without one that has KV."""
     drafts = sum(spec.max_memory_usage_bytes(vllm_config) for _, spec in draft_layers(vllm_config))
+    if not drafts:
+        return 0, 0
+    tokens = vllm_config.model_config.max_model_len
     budget = plan_for(options, tokens, most_output=1).config.budget_for(tokens)
     layers, layout = len(LayerMap.predicted(vllm_config).evicted_layers), layout_of(vllm_config)
     return drafts, layers * layout.rows * layout.entry_bytes * budget

@@ -154,7 +154,7 @@ def test_compressed_prefixes_beside_other_layers(models, architecture, chunk):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("blocks", [100, 130])
+@pytest.mark.parametrize("blocks", [110, 130])
 def test_cached_prefixes_and_windows_that_are_short_of_memory(models, blocks):
     """What is cached gives way to either side's needs."""
     asks = [

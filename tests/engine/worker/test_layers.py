@@ -47,7 +47,7 @@ def test_full_attention_alone_is_evicted():
 def test_groups_are_told_apart():
     groups = [group(EVICTED, 1, 5), group(WINDOW, 0, 2), group(EVICTED, 9), group(STATE, 3, 4)]
     layers = LayerMap.found(groups)
-    assert layers == LayerMap(((1, 5), (9,)), ((0, 2), (3, 4)), (WINDOW, STATE))
+    assert layers == LayerMap(((1, 5), (9,)), ((0, 1), (0, 1)), (WINDOW, STATE))
     assert not layers.all_evicted and layers.evicted_layers == [1, 5, 9]
     assert [layers.on_stage(stage) for stage in (range(4), range(4, 10))] == [range(1), range(1, 3)]
     assert [layers.places(stage) for stage in (range(4), range(4, 10))] == [2, 1]
