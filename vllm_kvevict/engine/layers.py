@@ -209,15 +209,20 @@ def layer_types(text_config: Any) -> Sequence[str]:
     return getattr(text_config, "layer_types", None) or ()
 
 
-def _specs(vllm_config: Any, kind: str) -> list[KVCacheSpec]:
-    """What vLLM will remember of a layer, as far as groups depend on it."""
-    model = vllm_config.model_config
-    shape: dict[str, Any] = {
+def _shape(vllm_config: Any, model: Any, parallel: Any) -> dict[str, Any]:
+    """What a spec says of the KV of a layer of a model, on a rank of this many."""
+    return {
         "block_size": vllm_config.cache_config.block_size,
-        "num_kv_heads": model.get_num_kv_heads(vllm_config.parallel_config),
+        "num_kv_heads": model.get_num_kv_heads(parallel),
         "head_size": model.get_head_size(),
         "dtype": model.dtype,
     }
+
+
+def _specs(vllm_config: Any, kind: str) -> list[KVCacheSpec]:
+    """What vLLM will remember of a layer, as far as groups depend on it."""
+    model = vllm_config.model_config
+    shape = _shape(vllm_config, model, vllm_config.parallel_config)
     full = EvictedSpec(**shape)
     specs: list[KVCacheSpec] = []
     if kind in FULL_ATTENTION or kind == BOTH:
@@ -238,12 +243,7 @@ def draft_layers(vllm_config: Any) -> tuple[tuple[int, KVCacheSpec], ...]:
     if speculation is None or speculation.method not in DRAFTERS:
         return ()
     model = speculation.draft_model_config
-    shape: dict[str, Any] = {
-        "block_size": vllm_config.cache_config.block_size,
-        "num_kv_heads": model.get_num_kv_heads(speculation.draft_parallel_config),
-        "head_size": model.get_head_size(),
-        "dtype": model.dtype,
-    }
+    shape = _shape(vllm_config, model, speculation.draft_parallel_config)
     spec: KVCacheSpec = FullAttentionSpec(**shape)
     # Without types of layers vLLM takes the window of the other model.
     if set(layer_types(model.hf_text_config)) == {WINDOW}:

@@ -24,12 +24,8 @@ class CacheOrder:
     """Of a server with such layers."""
 
     def __init__(self, manager: KVCacheManager, blocks: SharedBlocks, books: Books, shared: SharedStore):
-        self._manager, self._blocks, self._books, self._segments = (
-            manager,
-            blocks,
-            books,
-            shared.uncompressed.segments,
-        )
+        self._manager, self._blocks, self._books = manager, blocks, books
+        self._segments = shared.uncompressed.segments
 
     def drop_older(
         self,

@@ -236,7 +236,7 @@ class PageLedger(KVCacheManager):
         self, request: Request, account: Account, tokens: int, is_new: bool, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
         """Blocks for the layers that are not evicted, for which cached KV goes that may; None if there are too few even
-        so. For a new request nothing goes in vain."""
+        so. For a new request nothing goes in vain but segments that were used before all that it would take."""
         new = account if is_new else None
         assert self._order is not None
         _, found_tokens, found = args

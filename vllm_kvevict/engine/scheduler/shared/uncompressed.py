@@ -256,7 +256,7 @@ class UncompressedPrefixes:
     def _use(self, request: Request, end: int) -> None:
         """What other layers remember of a request after so many tokens is used, if it is cached."""
         others = self._books.others
-        if others.exist and self.is_on:
+        if self.is_on and others.exist:
             found, tokens = others.find(request, end)
             if tokens == end:
                 blocks = [block for of_group in found.blocks for block in of_group]
