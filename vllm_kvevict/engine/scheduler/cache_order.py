@@ -42,23 +42,23 @@ class CacheOrder:
         Args:
             new: the account again, of a request that begins with so many tokens, and these blocks.
         """
-        if not account.is_reading and self._missing_pages(account, tokens) <= 0:
+        if not account.is_reading and self.missing_pages(account, tokens) <= 0:
             return
         begins_with = found if found is not None and found_tokens else self._manager.empty_kv_cache_blocks
         missing = self._blocks_for(request, tokens, found_tokens, begins_with)
         times, passed = self._books.others.last_use.times(), 0
         time = next(times, None)
         for segment in self._segments.evictable(new.segment if new else None):
-            lacking = missing + self._missing_pages(account, tokens)
+            lacking = missing + self.missing_pages(account, tokens)
             while passed < lacking and time is not None and time <= segment.used:
                 passed, time = passed + 1, next(times, None)
             if passed >= lacking:
                 break
             self._segments.drop(segment)
         promised = self._books.promised if new else [0] * len(self._books.ranks)
-        self._empty(missing, -self._missing_pages(account, tokens, promised))
+        self._empty(missing, -self.missing_pages(account, tokens, promised))
 
-    def _missing_pages(self, account: Account, tokens: int, promised: Sequence[int] = ()) -> int:
+    def missing_pages(self, account: Account, tokens: int, promised: Sequence[int] = ()) -> int:
         """Blocks that have to become pages for an account at so many tokens; less than 0 if some need not be pages.
 
         Args:

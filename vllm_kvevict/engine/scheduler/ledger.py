@@ -239,6 +239,9 @@ class PageLedger(KVCacheManager):
         so. For a new request nothing goes in vain but segments that were used before all that it would take."""
         new = account if is_new else None
         assert self._order is not None
+        is_served = not is_new and self.others.has_blocks_for(request, tokens)
+        if is_served and self._order.missing_pages(account, tokens) <= 0:
+            return self.empty_kv_cache_blocks  # as in most steps
         _, found_tokens, found = args
         self._order.drop_older(request, account, tokens, new, found_tokens, found)
         while True:

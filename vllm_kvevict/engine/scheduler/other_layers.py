@@ -42,6 +42,8 @@ class OtherLayers:
             x for x in manager.coordinator.single_type_managers if blocks and keeps_all(x.kv_cache_spec)
         ]
         """Of a draft model's layers, which keep all tokens."""
+        others = [x for x in manager.coordinator.single_type_managers if not is_evicted(x.kv_cache_spec)]
+        self._are_drafting = len(others) == len(self._drafting)
         self.snapshots, self.last_use = Snapshots(manager), LastUse(manager.block_pool)
         self._padding = 0 if blocks is None else blocks.of_others
         """Blocks that are taken for good: no request holds any yet."""
@@ -140,6 +142,13 @@ class OtherLayers:
     def covering(self, pages: Sequence[int]) -> int:
         """Blocks for so many pages of each rank."""
         return max(map(cdiv, pages, self._pages_per_block))
+
+    def has_blocks_for(self, request: Request, tokens: int) -> bool:
+        """Whether a running request needs no more blocks for so many tokens, and gives none back."""
+        name, needed = request.request_id, self._with_drafts(tokens)
+        return self._are_drafting and all(
+            len(manager.req_to_blocks[name]) * manager.block_size >= needed for manager in self._drafting
+        )
 
     def allocate(
         self,
