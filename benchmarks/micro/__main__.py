@@ -14,6 +14,7 @@ NAMES = {
     "attention": "decode attention over part of the KV and over all of it",
     "breakdown": "where the time of an engine step goes",
     "decode": "a step of pure decode at long context, stock vLLM and eviction",
+    "drafts": "accepted tokens of draft models, by budget",
     "eviction": "how long evictions take, as a share of the prefill",
     "frontend": "what looking for questions and turns adds to a chat",
     "ledger": "the scheduler's page accounts and vLLM's block manager",

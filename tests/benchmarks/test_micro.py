@@ -1,5 +1,6 @@
 """What all names of `micro` share, floors, and parts of steps and accounts; no engine is started."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from vllm.platforms import current_platform
 
 from benchmarks.harness.measure import Estimate
-from benchmarks.micro import attention, breakdown, floors, steps
+from benchmarks.micro import attention, breakdown, drafts, floors, steps
 from benchmarks.micro.breakdown import REST, Stopwatch
 from benchmarks.micro.decode import check_steps
 from benchmarks.micro.floors import Rates, Work
@@ -127,3 +128,15 @@ def test_both_managers_schedule_the_same_steps():
 
 def test_what_a_breakdown_watches_is_there():
     assert all(callable(getattr(owner, name)) for owner, name, _ in breakdown.of_eviction())
+
+
+@pytest.mark.parametrize("accepted, met", [(66.0, True), (64.0, False)])
+def test_accepted_tokens_are_held_against_those_of_the_same_round_at_budget_1(accepted, met):
+    rounds = {
+        (policy, budget): [(accepted if budget == 0.2 else 100.0, 100.0), (30.0, 60.0), (20.0, 40.0)]
+        for policy, budget in itertools.product(drafts.SCOPES, drafts.BUDGETS)
+    }
+    found = drafts.summary(rounds)
+    assert [target.met for target in found.targets] == [met, met]
+    assert [cell["over budget 1"].low for cell in found.results["cells"]] == [1, 1, accepted / 100, 1] * 2
+    assert not drafts.summary({kind: counts[:2] for kind, counts in rounds.items()}).targets
