@@ -55,6 +55,7 @@ RUNNERS_AND_LAYOUTS = {
     "engine/served/test_lookahead.py": r"test_servers\[(PP|steps of 3[12])|test_preempted\w+\[caching|test_hits\[48"
     r"|test_read_token|test_models\w+\[(?!gemma2)",
     "engine/served/test_masked_model.py": r"test_every_policy\w+\[[14]\]|test_a_sliding_window\w+\[mistral",
+    "engine/served/test_trained_head.py": ".",
     "engine/served/test_draft_models.py": (
         r"test_answers\w+\[(eagle\]|mtp)|test_cached\w+\[(?!eagle3 g)|test_requests\w+\[eagle3|test_tensor\w+\[eagle"
     ),
