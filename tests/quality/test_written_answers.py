@@ -183,11 +183,3 @@ def test_what_cannot_be_scored(settings, more, message, tmp_path, capsys):
     with FakeServer(**settings) as server:
         assert answers(server, tmp_path, "snapkv", *more) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    "more", [["--budgets", "0"], ["--interval", "0"], ["--prompts", "x", "--tasks", "recall"]]
-)
-def test_wrong_arguments(more, tmp_path):
-    with pytest.raises(SystemExit):
-        answers(FakeServer(), tmp_path, "snapkv", *more)

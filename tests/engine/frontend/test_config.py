@@ -19,13 +19,6 @@ from vllm_kvevict.engine.request_options import (
     plan_for,
 )
 from vllm_kvevict.policies import available
-from vllm_kvevict.schedules.plan import Plan
-
-
-def evicted(plan: Plan) -> int | None:
-    """Tokens after which a prompt is evicted, None if it is kept whole."""
-    return None if plan.prompt is None else plan.prompt.end
-
 
 EVICTING = [policy for policy in available() if policy != "full"]
 
@@ -171,16 +164,11 @@ def test_the_servers_budget_may_not_fit_the_requests_policy():
     assert error.value.field_name == "kv_eviction"
 
 
-@pytest.mark.parametrize("length, end", [(99, None), (100, 100), (1000, 1000)])
-def test_short_prompts_are_kept_whole(length, end):
-    assert evicted(plan_for(SERVER, length, None)) == end
-
-
-@pytest.mark.parametrize("prefix_len, end", [(99, None), (100, 100), (500.0, 500), (1000, 1000)])
-def test_a_prefix_is_evicted_at_its_end(prefix_len, end):
-    plan = plan_for(SERVER, 1000, {"kv_prefix_len": prefix_len})
-    assert evicted(plan) == end
-    assert plan.prompt is None or isinstance(plan.prompt.end, int)
+@pytest.mark.parametrize("length, end", [(99, None), (100, 100), (500.0, 500), (1000, 1000)])
+def test_prompts_and_prefixes_are_evicted_at_their_end_and_short_ones_kept_whole(length, end):
+    for plan in (plan_for(SERVER, int(length), None), plan_for(SERVER, 1000, {"kv_prefix_len": length})):
+        assert (None if plan.prompt is None else plan.prompt.end) == end
+        assert plan.prompt is None or isinstance(plan.prompt.end, int)
 
 
 @pytest.mark.parametrize("policy", EVICTING)

@@ -478,11 +478,7 @@ def test_the_older_ray_executor(has_two, model, monkeypatch):
 def test_expandable_segments(model, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in refusal(model)
-
-
-def test_surroundings_do_not_matter_when_off(model, monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    configured(model, kv_eviction=None, enable_prefix_caching=True)
+    configured(model, kv_eviction=None, enable_prefix_caching=True)  # no matter when off
 
 
 # Single requests.
@@ -550,16 +546,14 @@ def test_resumable_sessions(on, off):
 
 
 def test_beam_search_offline(on, off):
-    params = BeamSearchParams(beam_width=2, max_tokens=2)
-    with pytest.raises(VLLMValidationError, match="beam search"):
-        BeamSearchOfflineMixin.beam_search(
-            SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=on)), [], params
-        )
     # An engine without eviction in the same process gets as far as its own code.
-    with pytest.raises(AttributeError, match="input_processor"):
-        BeamSearchOfflineMixin.beam_search(
-            SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=off)), [], params
-        )
+    for config, error, says in (
+        (on, VLLMValidationError, "beam search"),
+        (off, AttributeError, "input_processor"),
+    ):
+        llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+        with pytest.raises(error, match=says):
+            BeamSearchOfflineMixin.beam_search(llm, [], BeamSearchParams(2, 2))
 
 
 def test_beam_search_online(on, off):
