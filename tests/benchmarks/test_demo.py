@@ -1,42 +1,18 @@
 """The demo's reading of /metrics and of the eviction log, and its tables; no server is started."""
 
-import io
-import json
 import subprocess
 import time
 
 import psutil
 import pytest
-from rich.console import Console
 
 from benchmarks import demo
-from benchmarks.demo import kept_table, parse_arguments
+from benchmarks.demo import parse_arguments
 from benchmarks.harness.answers import needle_question
 from benchmarks.harness.load import page_bytes
 from benchmarks.harness.server import end
 from tests.benchmarks.runs import without_port
-from vllm_kvevict.engine.scheduler.evictions import EvictionLog
 from vllm_kvevict.quality import checkpoint
-from vllm_kvevict.schedules.reports import EvictionRecord
-
-
-def rendered(table) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(table)
-    return console.file.getvalue()
-
-
-EVICTION = EvictionRecord("cmpl-7", 500, "snapkv", 390, 2000, 100, 128, [[100, 90], [120, 80]], 0.0, 0.0)
-
-
-def test_evictions_as_the_engine_writes_them(tmp_path):
-    path = tmp_path / "evictions.jsonl"
-    EvictionLog(str(path)).write(EVICTION)
-    found = EvictionRecord(**json.loads(path.read_text()))
-    assert found == EVICTION
-    text = rendered(kept_table(found))
-    for part in ("KV head 1", "100", "80", "19.0%", "20.0%", "390 of 2,000"):
-        assert part in text
 
 
 @pytest.mark.parametrize("level, dtype", [("avx2", "float32"), ("avx512", "bfloat16")])

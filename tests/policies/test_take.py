@@ -2,14 +2,11 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.policies import reference
-from tests.policies.reference_scores import attention_row, pooled
 from vllm_kvevict.policies import EvictionConfig, LayerInputs, decide, take
 
 
@@ -64,36 +61,6 @@ def test_queries_are_averaged_in_fp32() -> None:
 )
 def test_budgets(settings: dict, n: int, layer: int, last: bool, budget: int) -> None:
     assert take.chunk_budget(EvictionConfig("take", **settings), n, layer, 4, last) == budget
-
-
-def choice(q: torch.Tensor, keys: torch.Tensor, count: int, kernel: int, gqa: str, scale: float, cap: float):
-    """Best ``count`` entries of each KV head by plain loops."""
-    group = len(q) // len(keys)
-    found = []
-    for head, stored in enumerate(keys.double().numpy()):
-        rows = [
-            np.mean([attention_row(row, stored, scale, cap) for row in q[hq].double().numpy()], axis=0)
-            for hq in range(head * group, (head + 1) * group)
-        ]
-        joined = np.max(rows, axis=0) if gqa == "max" else np.mean(rows, axis=0)
-        found.append(reference.best(pooled(joined.tolist(), "avg", kernel), count))
-    return found
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_chunk_keeps_what_the_probe_attends_to(seed: int) -> None:
-    g = torch.Generator().manual_seed(seed)
-    kernel, gqa, cap = [1, 3, 5][seed % 3], ["mean", "max"][seed % 2], [None, 4.0][seed // 2 % 2]
-    cfg = EvictionConfig("take", budget=24, take_probe=6, take_warmup_budget=40, kernel=kernel, gqa=gqa)
-    q, keys = torch.randn(8, 6, 16, generator=g) * 2, torch.randn(4, 90, 16, generator=g)
-    settings = {"scale": 0.3, "logit_softcap": cap}
-    for layer, last, count in ((0, False, 40), (2, False, 24), (3, True, 24)):
-        kept = take.select(cfg, q, keys, layer, 4, last, **settings)
-        seen = keys[:, :84] if last else keys
-        expected = choice(q, seen, count - 6 * last, kernel, gqa, 0.3, cap)
-        ends = list(range(84, 90)) if last else []
-        assert [head.tolist() for head in kept] == [head + ends for head in expected]
-    assert [head.tolist() for head in take.select(cfg, q, keys[:, :24], 3, 4, True)] == [list(range(24))] * 4
 
 
 @pytest.mark.parametrize(("n", "ratio", "probe", "window"), [(70, 0.3, 6, 6), (100, 0.1, 32, 5)])

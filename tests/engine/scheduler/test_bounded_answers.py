@@ -149,27 +149,6 @@ def test_answers_end_where_memory_does_only_if_they_are_kept() -> None:
         assert simulation.outputs == {"r": length} and simulation.preemptions == {"r": 0}
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_no_more_answers_than_the_ring_has_parts(parts: int) -> None:
-    """Answers that end before their first eviction's window, that are kept, or whose policy reads keys need none."""
-    setup = server(60, decode_policy="ada-snapkv", decode_interval=20)
-    simulation = Simulation(dataclasses.replace(setup, ring_parts=parts))
-    fields = [{}, {}, {}, {"kv_decode_budget": 0}, {"kv_decode_budget": 0}]
-    for index, of_request in enumerate(fields):
-        simulation.add(make_request(f"long{index}", 40, 60, of_request))
-    for index in range(3):
-        simulation.add(make_request(f"short{index}", 40, 24))
-    keeping = together = 0
-    while simulation.scheduler.has_requests():
-        simulation.step()
-        accounts = simulation.ledger.accounts
-        keeping = max(keeping, sum(account.keeps_queries for account in accounts.values()))
-        together = max(together, len(accounts))
-    run(simulation)
-    assert keeping == parts and together > parts
-    assert set(simulation.outputs.values()) == {60, 24}
-
-
 def test_who_waits_for_the_ring_blocks_nobody_who_needs_none() -> None:
     """Nobody overtakes it in what it waits for or needs besides: the reserve, for a prompt that is read in parts."""
     options = {"policy": "h2o", "budget": 40, "decode_policy": "ada-snapkv", "decode_interval": 20}

@@ -34,15 +34,6 @@ def records():
     logger.setLevel(level)
 
 
-def test_an_eviction_is_counted(eviction):
-    statistics = EvictionStats()
-    statistics.on_eviction(eviction)
-    told = statistics.data["phases"]["prefill"]
-    assert told["evicted_tokens"] == 4 * 500 - 400
-    assert told["kept_ratio"] == [0.2]
-    assert told["freed_pages"] == 8 * 24
-
-
 def test_what_is_told_of_the_cache_adds_up_or_is_the_latest():
     before, later = EvictionStats(), EvictionStats()
     before.on_cache(5, 3, 2, {"turns": 100, "tail": 32})

@@ -267,17 +267,6 @@ def test_what_is_repeated_in_other_words_is_another_prefix(what: str) -> None:
 
 
 @pytest.mark.usefixtures("compressed_only")
-@pytest.mark.parametrize("rows, read", [(ROWS, 300 + 5 + 5), (OTHER_ROWS["first"], 2 * (300 + 5))])
-def test_only_who_repeats_in_the_same_words_shares(rows: Any, read: int) -> None:
-    simulation = Simulation(server(options={"policy": "kvzip"}))
-    for index, asked in enumerate((ROWS, rows)):
-        simulation.add(ask(f"d:{index}", document(0, 300), 5, 3, **repeated(asked)))
-        finish(simulation)
-    assert simulation.prefilled == read
-    check_end(simulation)
-
-
-@pytest.mark.usefixtures("compressed_only")
 @pytest.mark.parametrize("fields", [{"kv_eviction": "full"}, {"kv_budget": 1.0}, {"kv_prefix_len": 305}])
 def test_what_is_kept_whole_or_evicted_at_its_end_is_not_cached(fields: dict[str, Any]) -> None:
     simulation = Simulation(server())

@@ -270,12 +270,6 @@ def behind_answers(seats: int = 64) -> Simulation:
     return simulation
 
 
-def test_others_pause_for_a_prompt_that_waited_long() -> None:
-    simulation = behind_answers()
-    assert simulation.step().num_scheduled_tokens == {"long": 2046}
-    simulation.run(300)
-
-
 def test_nobody_pauses_for_a_prompt_without_a_seat() -> None:
     simulation = behind_answers(seats=3)
     for _ in range(20):
