@@ -3,12 +3,14 @@
 import ctypes
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.kernels.build import load
+from vllm_kvevict.kernels.quantise import Quantised, fields, rotate, widen
 
 _MATRIX = [ctypes.c_void_p, ctypes.c_int64]
 _ARGUMENTS = [
@@ -56,26 +58,32 @@ class DecodeAttention:
     """The compiled kernel for one kind of pages.
 
     Args:
-        pages: [pages, page_elements], contiguous, with keys transposed (:mod:`vllm_kvevict.kernels.layout`).
+        pages: [pages, page_elements], contiguous, with keys transposed (:mod:`vllm_kvevict.kernels.layout`); int8: as
+            :mod:`vllm_kvevict.kernels.quantise` has them.
         page_size: entries per page.
         most_new_tokens: of a request in a call. Each token sees its own entry and those before it.
+        dtype: of queries and output; None: that of the pages.
 
     Raises:
         BuildError: the kernel cannot be compiled here.
     """
 
-    def __init__(self, pages: Tensor, page_size: int, most_new_tokens: int = 1):
+    def __init__(
+        self, pages: Tensor, page_size: int, most_new_tokens: int = 1, dtype: torch.dtype | None = None
+    ):
         self.page_size = page_size
         self.most_new_tokens = most_new_tokens
         self.pages = pages
+        if pages.dtype == torch.int8:
+            return
         self._decode = getattr(load("decode_attention"), f"decode_attention_{DTYPES[pages.dtype]}")
         self._decode.argtypes, self._decode.restype = _ARGUMENTS, None
 
     def __call__(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | Quantised,
+        value: Tensor | Quantised,
         output: Tensor,
         rows: BatchRows,
         tokens: Tensor | None,
@@ -84,13 +92,17 @@ class DecodeAttention:
         """Store the new entries as the last of their rows, and attend: softmax(scale * q k) v, in fp32.
 
         Args:
-            query: [T, Hq, head_dim], the dtype of the pages; the tokens may lie apart, a token's heads may not.
-            key, value: [T, Hkv, head_dim], likewise. Hq / Hkv query heads share a KV head.
+            query: [T, Hq, head_dim]; the tokens may lie apart, a token's heads may not.
+            key, value: [T, Hkv, head_dim], likewise; for pages of int8 quantised, keys rotated, while queries are not.
+                Hq / Hkv query heads share a KV head.
             output: as the query, filled in place for the tokens below.
             rows: of the batch, R requests with N new tokens.
             tokens: int64 [N], where among the T the new tokens are, request by request; None: the first N, in order.
             scale: of the logits.
         """
+        if isinstance(key, Quantised) or isinstance(value, Quantised):
+            reference(self.pages, self.page_size, query, key, value, output, rows, tokens, scale)
+            return
         kv_heads, head_dim = key.shape[1:]
         matrices = []
         for matrix in (query, key, value, output):
@@ -121,8 +133,8 @@ def reference(
     pages: Tensor,
     page_size: int,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Quantised,
+    value: Tensor | Quantised,
     output: Tensor,
     rows: BatchRows,
     tokens: Tensor | None,
@@ -138,11 +150,11 @@ def reference(
         softcap: c > 0 turns each scaled logit z into c * tanh(z / c).
         keys_are_transposed: whether a page has its keys so, or in rows like its values.
     """
-    keys, values = pages.unflatten(1, (2, page_size, -1)).unbind(1)
-    if keys_are_transposed:
-        keys = keys.view(len(pages), -1, page_size).transpose(1, 2)
-    kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    stored: Any = page_fields(pages, page_size, keys_are_transposed)
+    kv_heads = (key.scales if isinstance(key, Quantised) else key).shape[1]
+    group = query.shape[1] // kv_heads
     dtype = torch.promote_types(output.dtype, torch.float32)
+    query = rotate(query.to(dtype)) if isinstance(key, Quantised) else query.to(dtype)
     requests = len(rows.request_slots)
     new_tokens = [1] * requests if rows.new_tokens is None else rows.new_tokens.tolist()
     places = iter(range(len(query)) if tokens is None else tokens.tolist())
@@ -157,10 +169,21 @@ def reference(
             length = int(rows.lengths[request_slot, row]) - count + token_number
             table = rows.arena[start : start + -(-length // page_size)].long()
             last = table[-1], (length - 1) % page_size
-            keys[last], values[last] = key[token, head], value[token, head]
-            k, v = (x[table].flatten(0, 1)[:length].to(dtype) for x in (keys, values))
+            for field, new in zip(stored, (key, value), strict=True):
+                field[last] = new[token, head]
+            k, v = (widen(field[table], dtype).flatten(0, 1)[:length] for field in stored)
             group_heads = slice(head * group, (head + 1) * group)
-            logits = scale * query[token, group_heads].to(dtype) @ k.T
+            logits = scale * query[token, group_heads] @ k.T
             if softcap:
                 logits = softcap * (logits / softcap).tanh()
             output[token, group_heads] = (logits.softmax(-1) @ v).to(output.dtype)
+
+
+def page_fields(
+    pages: Tensor, page_size: int, keys_are_transposed: bool = True
+) -> tuple[Tensor, Tensor] | tuple[Quantised, Quantised]:
+    """Views of the keys and the values in pages, [pages, page_size, head_dim] each."""
+    if pages.dtype == torch.int8:
+        return fields(pages, page_size)
+    keys, values = pages.unflatten(1, (2, page_size, -1)).unbind(1)
+    return keys.reshape(len(pages), keys.shape[2], page_size).mT if keys_are_transposed else keys, values

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.kernels.build import load
-from vllm_kvevict.kernels.decode_attention import DTYPES, BatchRows
+from vllm_kvevict.kernels.decode_attention import DTYPES, BatchRows, page_fields
+from vllm_kvevict.kernels.quantise import Quantised, rotate, widen
 
 _ARGUMENTS = [
     *([ctypes.c_void_p, ctypes.c_int64] * 4),
@@ -37,7 +38,7 @@ class PrefillAttention:
     """The compiled kernel for one dtype.
 
     Args:
-        dtype: of all tensors of a call.
+        dtype: of queries and output; of keys, values and pages, too, where they are not quantised.
         pages: [pages, page_elements], contiguous, as of :class:`DecodeAttention`; None: no call has prefixes.
         page_size: entries per page.
 
@@ -54,8 +55,8 @@ class PrefillAttention:
     def __call__(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | Quantised,
+        value: Tensor | Quantised,
         output: Tensor,
         new_tokens: Tensor,
         prefixes: BatchRows | None,
@@ -72,7 +73,8 @@ class PrefillAttention:
 
         Args:
             query: [T, Hq, head_dim]; the tokens may lie apart, a token's heads may not.
-            key, value: [T, Hkv, head_dim], likewise. Hq / Hkv query heads share a KV head.
+            key, value: [T, Hkv, head_dim], likewise; with pages of int8 quantised, keys rotated, while queries are not.
+                Hq / Hkv query heads share a KV head.
             output: as the query, filled in place for the tokens below.
             new_tokens: int32 [R], of each request, at least one.
             prefixes: rows whose last entries are the new ones, which need not be in the pages; None: no prefixes.
@@ -87,6 +89,11 @@ class PrefillAttention:
         """
         if scale <= 0:
             raise ValueError(f"the scale must be positive, got {scale}")
+        if isinstance(key, Quantised) or isinstance(value, Quantised):
+            pages = self.pages if prefixes is not None else None
+            where = new_tokens, prefixes, tokens, scale, softcap, sinks, log_sums
+            reference(pages, self.page_size, query, key, value, output, *where)
+            return
         kv_heads, head_dim = key.shape[1:]
         self._prefill(
             *_matrices(query, key, value, output),
@@ -128,8 +135,8 @@ def reference(
     pages: Tensor | None,
     page_size: int,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Quantised,
+    value: Tensor | Quantised,
     output: Tensor,
     new_tokens: Tensor,
     prefixes: BatchRows | None,
@@ -141,16 +148,17 @@ def reference(
 ) -> None:
     """The same in plain torch, head by head; arguments as above. The output may have more precision than the query."""
     dtype = torch.promote_types(output.dtype, torch.float32)
-    group = query.shape[1] // key.shape[1]
+    group = query.shape[1] // (key.scales if isinstance(key, Quantised) else key).shape[1]
+    query = rotate(query.to(dtype)) if isinstance(key, Quantised) else query.to(dtype)
     places = iter(range(len(query)) if tokens is None else tokens.tolist())
     for request, count in enumerate(new_tokens.tolist()):
         mine = list(itertools.islice(places, count))
         for head in range(query.shape[1]):
             kv_head = head // group
-            own = [matrix[mine, kv_head].to(dtype) for matrix in (key, value)]
-            before = _prefix(pages, page_size, prefixes, request, kv_head, count)
-            keys, values = (torch.cat([x.to(dtype), y]) for x, y in zip(before, own, strict=True))
-            logits = scale * query[mine, head].to(dtype) @ keys.T
+            own = [widen(matrix[mine, kv_head], dtype) for matrix in (key, value)]
+            before = _prefix(pages, page_size, prefixes, request, kv_head, count, dtype)
+            keys, values = (torch.cat([x, y]) for x, y in zip(before, own, strict=True))
+            logits = scale * query[mine, head] @ keys.T
             if softcap:
                 logits = softcap * (logits / softcap).tanh()
             hidden = torch.ones(count, len(keys), dtype=torch.bool).triu(len(keys) - count + 1)
@@ -163,14 +171,19 @@ def reference(
 
 
 def _prefix(
-    pages: Tensor | None, page_size: int, rows: BatchRows | None, request: int, head: int, new: int
+    pages: Tensor | None,
+    page_size: int,
+    rows: BatchRows | None,
+    request: int,
+    head: int,
+    new: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [P, head_dim] of what is before a request's new entries in a row."""
     if pages is None or rows is None:
-        return torch.empty(0), torch.empty(0)
+        return torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype)
     request_slot, row = int(rows.request_slots[request]), rows.first + head
     length, start = int(rows.lengths[request_slot, row]) - new, int(rows.starts[request_slot, row])
     table = rows.arena[start : start + -(-length // page_size)].long()
-    keys, values = pages[table].unflatten(1, (2, page_size, -1)).unbind(1)
-    keys = keys.reshape(len(table), keys.shape[2], page_size).transpose(1, 2)
-    return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
+    keys, values = page_fields(pages[table], page_size)
+    return widen(keys, dtype).flatten(0, 1)[:length], widen(values, dtype).flatten(0, 1)[:length]
