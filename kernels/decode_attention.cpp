@@ -1,8 +1,7 @@
 // Attention of one or a few new tokens per request over ragged pages, which first take in their keys and values.
 //
 // A sequence is one (request, KV head): its pages hold entries of this head only, and its query rows are, token by
-// token, the query heads that share the head. A page is its keys, transposed, then its values:
-//   keys [head_dim][page_size], values [page_size][head_dim].
+// token, the query heads that share the head. pages.h says what a page is.
 //
 // Pages are read once, each from its first byte to its last: neighbouring pages of a row then are one stream,
 // which the hardware fetches ahead. Reading the keys of several pages first, then their values, is half as fast.
@@ -13,7 +12,8 @@
 #include <cmath>
 #include <vector>
 
-#include "vectors.h"
+#include "pages.h"
+#include "rotation.h"
 
 namespace {
 
@@ -22,6 +22,8 @@ constexpr int CUT = 2048;         // entries of a sequence that one thread takes
 
 struct Shape {
   int rows, head_dim, page_size;  // rows: query rows that are handled
+  template <class T>
+  PageLayout<T> layout() const { return {page_size, head_dim}; }
 };
 
 // e^x for x <= 0, to about one unit in the last place; 0 below -87.
@@ -49,9 +51,16 @@ void fetch(const typename T::type* block) {
   for (int i = 0; i < BLOCK; i += 64 / sizeof *block) __builtin_prefetch(block + i);
 }
 
+// Multiply a vector by the scales of its entries.
+template <class T>
+Floats scaled(Floats values, const typename T::type* scales) {
+  return T::SCALE ? values * load<Floats>(scales) : values;
+}
+
 // scores[r][place(t)] = query[r] . key t, for one block of entries.
 template <class T, int ROWS, bool FETCH>
-void score(const typename T::type* keys, const float* query, Shape shape, float* scores, int64_t next) {
+void score(const typename T::type* keys, const typename T::type* scales, const float* query, Shape shape,
+           float* scores, int64_t next) {
   Floats sums[ROWS][2] = {};
   for (int d = 0; d < shape.head_dim; ++d) {
     Floats low, high;
@@ -63,7 +72,10 @@ void score(const typename T::type* keys, const float* query, Shape shape, float*
       sums[r][1] += q * high;
     }
   }
-  for (int r = 0; r < ROWS; ++r) std::memcpy(scores + r * shape.page_size, sums[r], sizeof sums[r]);
+  for (int r = 0; r < ROWS; ++r) {
+    const Floats block[] = {scaled<T>(sums[r][0], scales), scaled<T>(sums[r][1], scales + LANES * T::SCALE)};
+    std::memcpy(scores + r * shape.page_size, block, sizeof block);
+  }
 }
 
 // out[r][place(d)] += sum over t of weights[r][place(t)] * values[t][d], for one block of entries and WIDTH of dims.
@@ -105,8 +117,11 @@ struct Part {
 template <class T, int ROWS, bool FETCH>
 void attend_page(const typename T::type* page, int entries, const float* query, Shape shape, float* scores,
                  Part part, int64_t next) {
+  const PageLayout<T> layout = shape.layout<T>();
+  const auto *key_scales = page + layout.key_scales(), *value_scales = page + layout.value_scales();
   const int padded = (entries + BLOCK - 1) / BLOCK * BLOCK;
-  for (int t = 0; t < entries; t += BLOCK) score<T, ROWS, FETCH>(page + t, query, shape, scores + t, next);
+  for (int t = 0; t < entries; t += BLOCK)
+    score<T, ROWS, FETCH>(page + t, key_scales + t * T::SCALE, query, shape, scores + t, next);
   for (int r = 0; r < ROWS; ++r) {
     float* s = scores + r * shape.page_size;
     for (int t = entries; t < padded; ++t) s[padded - BLOCK + T::place(t % BLOCK)] = LOWEST;
@@ -126,12 +141,13 @@ void attend_page(const typename T::type* page, int entries, const float* query, 
     Floats sums = {};
     for (int t = 0; t < padded; t += LANES) {
       const Floats weights = exponential(load<Floats>(s + t) - largest);
-      std::memcpy(s + t, &weights, sizeof weights);
       sums += weights;
+      const Floats of_numbers = scaled<T>(weights, value_scales + t * T::SCALE);
+      std::memcpy(s + t, &of_numbers, sizeof of_numbers);
     }
     for (int lane = 0; lane < LANES; ++lane) part.sum[r] += sums[lane];
   }
-  const auto* values = page + shape.page_size * shape.head_dim;
+  const auto* values = page + layout.values();
   for (int t = 0; t < entries; t += BLOCK)
     add<T, ROWS, FETCH>(values + t * shape.head_dim, scores + t, std::min(BLOCK, entries - t), shape, part.out, next);
 }
@@ -179,7 +195,7 @@ void attend_tokens(const typename T::type* page, int start, Span span, const flo
 template <class T>
 void attend(const typename T::type* pages, Span span, const float* query, Shape shape, float* scores, Part part) {
   const int size = shape.page_size, dim = shape.head_dim;
-  const int64_t page_elements = 2 * (int64_t)size * dim;
+  const int64_t page_elements = shape.layout<T>().elements();
   std::fill_n(part.largest, shape.rows, LOWEST);
   std::fill_n(part.sum, shape.rows, 0.0f);
   std::fill_n(part.out, shape.rows * dim, 0.0f);
@@ -222,21 +238,18 @@ struct Tokens {
   E* head(int64_t token, int64_t offset) const { return data + token * stride + offset; }
 };
 
-template <class T>
+// Queries and output are of M, entries of T.
+template <class M, class T>
 struct Step {
-  Tokens<const typename T::type> query, keys, values;
-  Tokens<typename T::type> output;
+  Tokens<const typename M::type> query;
+  Tokens<const typename T::type> keys, values;
+  Tokens<const float> key_scales, value_scales;  // of each token's heads, where T has scales
+  const float* signs;                            // of the rotation of keys that have scales
+  Tokens<typename M::type> output;
   const int64_t* places;      // of each token, its row in the matrices; null: the token's own number
   const int32_t* new_tokens;  // of each request; null: one each
   int64_t place(int token) const { return places ? places[token] : token; }
 };
-
-// Write an entry into its page.
-template <class E>
-void store(const E* key, const E* value, E* page, int entry, Shape shape) {
-  for (int d = 0; d < shape.head_dim; ++d) page[d * shape.page_size + entry] = key[d];
-  std::memcpy(page + (shape.page_size + entry) * shape.head_dim, value, shape.head_dim * sizeof *value);
-}
 
 // A part of a sequence that one thread takes, and the step's tokens of its request.
 struct Item {
@@ -248,8 +261,8 @@ struct Item {
 };
 
 // The parts of all sequences, those of a sequence one after the other.
-template <class T>
-std::vector<Item> divide(const Step<T>& step, const Rows& rows, int requests, int heads, Shape shape) {
+template <class M, class T>
+std::vector<Item> divide(const Step<M, T>& step, const Rows& rows, int requests, int heads, Shape shape) {
   const int cut = std::max(CUT / shape.page_size, 1) * shape.page_size;
   std::vector<Item> items;
   int token = 0;
@@ -270,43 +283,48 @@ std::vector<Item> divide(const Step<T>& step, const Rows& rows, int requests, in
 }
 
 // Write those of the step's entries that are in a part.
-template <class T>
-void store_new(const Step<T>& step, const Item& item, typename T::type* pages, Shape shape) {
+template <class M, class T>
+void store_new(const Step<M, T>& step, const Item& item, typename T::type* pages, Shape shape) {
   const Span& span = item.span;
-  const int64_t page_elements = 2 * (int64_t)shape.page_size * shape.head_dim;
+  const PageLayout<T> layout = shape.layout<T>();
   const int before = span.length - span.tokens, own = item.head * shape.head_dim;
   for (int entry = std::max(span.first, before); entry < span.last; ++entry) {
     const int64_t place = step.place(item.first_token + entry - before);
-    store(step.keys.head(place, own), step.values.head(place, own),
-          pages + span.table[entry / shape.page_size] * page_elements, entry % shape.page_size, shape);
+    auto* page = pages + span.table[entry / shape.page_size] * layout.elements();
+    store(step.keys.head(place, own), step.values.head(place, own), page, entry % shape.page_size, layout);
+    if (T::SCALE)
+      store_scales(*step.key_scales.head(place, item.head), *step.value_scales.head(place, item.head), page,
+                   entry % shape.page_size, layout);
   }
 }
 
-// A sequence's queries in the order (token, head), scaled, as fp32. `shape` is of one token.
-template <class T>
-void load_queries(const Step<T>& step, const Item& item, Shape shape, float scale, float* query) {
+// A sequence's queries in the order (token, head), scaled, as fp32, and rotated like keys. `shape` is of one token.
+template <class M, class T>
+void load_queries(const Step<M, T>& step, const Item& item, Shape shape, float scale, float* query) {
   const int width = shape.rows * shape.head_dim;
   for (int i = 0; i < item.span.tokens; ++i) {
     const auto* from = step.query.head(step.place(item.first_token + i), item.head * width);
-    for (int d = 0; d < width; ++d) query[i * width + d] = scale * T::value(from[d]);
+    for (int d = 0; d < width; ++d) query[i * width + d] = scale * M::value(from[d]);
   }
+  if (T::SCALE)
+    for (int row = 0; row < item.shape.rows; ++row) rotate(query + row * shape.head_dim, shape.head_dim, step.signs);
 }
 
-template <class T>
-void write_output(const Step<T>& step, const Item& item, Shape shape, Part total) {
+template <class M, class T>
+void write_output(const Step<M, T>& step, const Item& item, Shape shape, Part total) {
   const int dim = shape.head_dim;
   for (int i = 0; i < item.span.tokens; ++i) {
     auto* to = step.output.head(step.place(item.first_token + i), item.head * shape.rows * dim);
     const Part token = total.from(i * shape.rows, shape);
     for (int r = 0; r < shape.rows; ++r)
       for (int d = r * dim; d < (r + 1) * dim; ++d)
-        to[d] = T::element(token.out[d / BLOCK * BLOCK + T::place(d % BLOCK)] / token.sum[r]);
+        to[d] = M::element(token.out[d / BLOCK * BLOCK + T::place(d % BLOCK)] / token.sum[r]);
   }
 }
 
 // `shape` is of one token.
-template <class T>
-void decode(const Step<T>& step, typename T::type* pages, const Rows& rows, int requests, int heads, Shape shape,
+template <class M, class T>
+void decode(const Step<M, T>& step, typename T::type* pages, const Rows& rows, int requests, int heads, Shape shape,
             float scale) {
   const std::vector<Item> items = divide(step, rows, requests, heads, shape);
   const int count = items.size();
@@ -338,21 +356,26 @@ void decode(const Step<T>& step, typename T::type* pages, const Rows& rows, int 
 
 }  // namespace
 
-// query, output: [tokens, heads * group, head_dim]; keys, values: [tokens, heads, head_dim]; their strides are in
-// elements from token to token. pages: [pages, 2 * page_size * head_dim]. starts, lengths: [slots, stride]; a length is
-// at least its request's new_tokens, which are positive. places: [sum of new_tokens], of all requests in turn.
-#define DECODE_ATTENTION(NAME, TYPE)                                                                              \
-  extern "C" void NAME(const TYPE::type* query, int64_t query_stride, const TYPE::type* keys, int64_t key_stride, \
-                       const TYPE::type* values, int64_t value_stride, TYPE::type* output, int64_t output_stride, \
-                       const int64_t* places, const int32_t* new_tokens, TYPE::type* pages, const int32_t* arena, \
-                       const int32_t* starts, const int32_t* lengths, const int64_t* slots, int64_t stride,       \
-                       int64_t first, int requests, int heads, int group, int head_dim, int page_size,            \
-                       float scale) {                                                                             \
-    decode<TYPE>({{query, query_stride}, {keys, key_stride}, {values, value_stride}, {output, output_stride},     \
-                  places, new_tokens},                                                                            \
-                 pages, {arena, starts, lengths, slots, stride, first}, requests, heads,                          \
-                 {group, head_dim, page_size}, scale);                                                            \
+// query, output: [tokens, heads * group, head_dim]; keys, values: [tokens, heads, head_dim], their scales [tokens,
+// heads]; strides are in elements from token to token. pages.h says what pages are. starts, lengths: [slots, stride]; a
+// length is at least its request's new_tokens, which are positive. places: [sum of new_tokens], of all requests in turn.
+#define DECODE_ATTENTION(NAME, MODEL, FORMAT)                                                                      \
+  extern "C" void NAME(const MODEL::type* query, int64_t query_stride, const FORMAT::type* keys,                   \
+                       int64_t key_stride, const FORMAT::type* values, int64_t value_stride, MODEL::type* output,  \
+                       int64_t output_stride, const float* key_scales, int64_t key_scale_stride,                   \
+                       const float* value_scales, int64_t value_scale_stride, const float* signs,                  \
+                       const int64_t* places, const int32_t* new_tokens, FORMAT::type* pages,                      \
+                       const int32_t* arena, const int32_t* starts, const int32_t* lengths, const int64_t* slots,  \
+                       int64_t stride, int64_t first, int requests, int heads, int group, int head_dim,            \
+                       int page_size, float scale) {                                                               \
+    decode<MODEL, FORMAT>({{query, query_stride}, {keys, key_stride}, {values, value_stride},                      \
+                           {key_scales, key_scale_stride}, {value_scales, value_scale_stride}, signs,              \
+                           {output, output_stride}, places, new_tokens},                                           \
+                          pages, {arena, starts, lengths, slots, stride, first}, requests, heads,                  \
+                          {group, head_dim, page_size}, scale);                                                    \
   }
 
-DECODE_ATTENTION(decode_attention_float32, Float32)
-DECODE_ATTENTION(decode_attention_bfloat16, BFloat16)
+DECODE_ATTENTION(decode_attention_float32, Float32, Float32)
+DECODE_ATTENTION(decode_attention_bfloat16, BFloat16, BFloat16)
+DECODE_ATTENTION(decode_attention_float32_int8, Float32, Int8)
+DECODE_ATTENTION(decode_attention_bfloat16_int8, BFloat16, Int8)

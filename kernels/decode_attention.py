@@ -10,12 +10,12 @@ from torch import Tensor
 
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.kernels.build import load
-from vllm_kvevict.kernels.quantise import Quantised, fields, rotate, widen
+from vllm_kvevict.kernels.quantise import Quantised, fields, rotate, scaled_signs, widen
 
 _MATRIX = [ctypes.c_void_p, ctypes.c_int64]
 _ARGUMENTS = [
-    *(_MATRIX * 4),
-    *([ctypes.c_void_p] * 7),
+    *(_MATRIX * 6),
+    *([ctypes.c_void_p] * 8),
     *([ctypes.c_int64] * 2),
     *([ctypes.c_int] * 5),
     ctypes.c_float,
@@ -74,9 +74,10 @@ class DecodeAttention:
         self.page_size = page_size
         self.most_new_tokens = most_new_tokens
         self.pages = pages
-        if pages.dtype == torch.int8:
-            return
-        self._decode = getattr(load("decode_attention"), f"decode_attention_{DTYPES[pages.dtype]}")
+        suffix = "_int8" if pages.dtype == torch.int8 else ""
+        self._decode = getattr(
+            load("decode_attention"), f"decode_attention_{DTYPES[dtype or pages.dtype]}{suffix}"
+        )
         self._decode.argtypes, self._decode.restype = _ARGUMENTS, None
 
     def __call__(
@@ -100,17 +101,11 @@ class DecodeAttention:
             tokens: int64 [N], where among the T the new tokens are, request by request; None: the first N, in order.
             scale: of the logits.
         """
-        if isinstance(key, Quantised) or isinstance(value, Quantised):
-            reference(self.pages, self.page_size, query, key, value, output, rows, tokens, scale)
-            return
-        kv_heads, head_dim = key.shape[1:]
-        matrices = []
-        for matrix in (query, key, value, output):
-            if matrix.stride(2) != 1 or matrix.stride(1) != head_dim:
-                raise ValueError(f"a token's heads must lie side by side, got strides {matrix.stride()}")
-            matrices += [matrix.data_ptr(), matrix.stride(0)]
+        head_dim = query.shape[2]
+        kv_heads = numbers(key).shape[1]
         self._decode(
-            *matrices,
+            *matrices(query, key, value, output),
+            *scales_and_signs(key, value),
             None if tokens is None else tokens.data_ptr(),
             None if rows.new_tokens is None else rows.new_tokens.data_ptr(),
             self.pages.data_ptr(),
@@ -151,7 +146,7 @@ def reference(
         keys_are_transposed: whether a page has its keys so, or in rows like its values.
     """
     stored: Any = page_fields(pages, page_size, keys_are_transposed)
-    kv_heads = (key.scales if isinstance(key, Quantised) else key).shape[1]
+    kv_heads = numbers(key).shape[1]
     group = query.shape[1] // kv_heads
     dtype = torch.promote_types(output.dtype, torch.float32)
     query = rotate(query.to(dtype)) if isinstance(key, Quantised) else query.to(dtype)
@@ -177,6 +172,38 @@ def reference(
             if softcap:
                 logits = softcap * (logits / softcap).tanh()
             output[token, group_heads] = (logits.softmax(-1) @ v).to(output.dtype)
+
+
+def numbers(entries: Tensor | Quantised) -> Tensor:
+    """Keys or values as they are stored, without scales."""
+    return entries.numbers if isinstance(entries, Quantised) else entries
+
+
+def matrices(*matrices: Tensor | Quantised) -> list[int]:
+    """Address and stride of each, as kernels take them. Raises ValueError where a token's heads lie apart."""
+    arguments = []
+    for matrix in map(numbers, matrices):
+        if matrix.stride(2) != 1 or matrix.stride(1) != matrix.shape[2]:
+            raise ValueError(f"a token's heads must lie side by side, got strides {matrix.stride()}")
+        arguments += [matrix.data_ptr(), matrix.stride(0)]
+    return arguments
+
+
+def scales_and_signs(key: Tensor | Quantised, value: Tensor | Quantised) -> list[int | None]:
+    """The arguments of kernels that follow matrices: where scales are, and the signs of the rotation.
+
+    Raises ValueError where only one is quantised, or a token's scales lie apart.
+    """
+    if not isinstance(key, Quantised) or not isinstance(value, Quantised):
+        if isinstance(key, Quantised) or isinstance(value, Quantised):
+            raise ValueError("keys and values must be quantised alike")
+        return [None, 0, None, 0, None]
+    arguments: list[int | None] = []
+    for scales in (key.scales, value.scales):
+        if scales.stride(1) != 1:
+            raise ValueError(f"a token's scales must lie side by side, got strides {scales.stride()}")
+        arguments += [scales.data_ptr(), scales.stride(0)]
+    return [*arguments, scaled_signs(key.numbers.shape[2]).data_ptr()]
 
 
 def page_fields(

@@ -9,12 +9,19 @@ from torch import Tensor
 
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.kernels.build import load
-from vllm_kvevict.kernels.decode_attention import DTYPES, BatchRows, page_fields
+from vllm_kvevict.kernels.decode_attention import (
+    DTYPES,
+    BatchRows,
+    matrices,
+    numbers,
+    page_fields,
+    scales_and_signs,
+)
 from vllm_kvevict.kernels.quantise import Quantised, rotate, widen
 
 _ARGUMENTS = [
-    *([ctypes.c_void_p, ctypes.c_int64] * 4),
-    *([ctypes.c_void_p] * 9),
+    *([ctypes.c_void_p, ctypes.c_int64] * 6),
+    *([ctypes.c_void_p] * 10),
     *([ctypes.c_int64] * 2),
     *([ctypes.c_int] * 5),
     *([ctypes.c_float] * 2),
@@ -49,8 +56,10 @@ class PrefillAttention:
     def __init__(self, dtype: torch.dtype, pages: Tensor | None = None, page_size: int = 2):
         self.pages = pages
         self.page_size = page_size
-        self._prefill = getattr(load("prefill_attention"), f"prefill_attention_{DTYPES[dtype]}")
-        self._prefill.argtypes, self._prefill.restype = _ARGUMENTS, None
+        library, name = load("prefill_attention"), f"prefill_attention_{DTYPES[dtype]}"
+        self._exact, self._quantised = (getattr(library, name), getattr(library, f"{name}_int8"))
+        for function in (self._exact, self._quantised):
+            function.argtypes, function.restype = _ARGUMENTS, None
 
     def __call__(
         self,
@@ -89,14 +98,11 @@ class PrefillAttention:
         """
         if scale <= 0:
             raise ValueError(f"the scale must be positive, got {scale}")
-        if isinstance(key, Quantised) or isinstance(value, Quantised):
-            pages = self.pages if prefixes is not None else None
-            where = new_tokens, prefixes, tokens, scale, softcap, sinks, log_sums
-            reference(pages, self.page_size, query, key, value, output, *where)
-            return
-        kv_heads, head_dim = key.shape[1:]
-        self._prefill(
-            *_matrices(query, key, value, output),
+        kv_heads, head_dim = numbers(key).shape[1:]
+        prefill = self._quantised if isinstance(key, Quantised) else self._exact
+        prefill(
+            *matrices(query, key, value, output),
+            *scales_and_signs(key, value),
             *map(_address, (log_sums, sinks, tokens, new_tokens)),
             *_rows(None if prefixes is None else self.pages, prefixes),
             new_tokens.numel(),
@@ -111,16 +117,6 @@ class PrefillAttention:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _matrices(*matrices: Tensor) -> list[int]:
-    """Address and stride of each. Raises ValueError where a token's heads lie apart."""
-    arguments = []
-    for matrix in matrices:
-        if matrix.stride(2) != 1 or matrix.stride(1) != matrix.shape[2]:
-            raise ValueError(f"a token's heads must lie side by side, got strides {matrix.stride()}")
-        arguments += [matrix.data_ptr(), matrix.stride(0)]
-    return arguments
 
 
 def _rows(pages: Tensor | None, rows: BatchRows | None) -> Sequence[int | None]:
@@ -148,7 +144,7 @@ def reference(
 ) -> None:
     """The same in plain torch, head by head; arguments as above. The output may have more precision than the query."""
     dtype = torch.promote_types(output.dtype, torch.float32)
-    group = query.shape[1] // (key.scales if isinstance(key, Quantised) else key).shape[1]
+    group = query.shape[1] // numbers(key).shape[1]
     query = rotate(query.to(dtype)) if isinstance(key, Quantised) else query.to(dtype)
     places = iter(range(len(query)) if tokens is None else tokens.tolist())
     for request, count in enumerate(new_tokens.tolist()):

@@ -13,12 +13,18 @@ A page is int8 [page_size * (2 * head_dim + 8)]:
     keys [head_dim, page_size], key scales fp32 [page_size], value scales fp32 [page_size], values [page_size, head_dim]
 """
 
+import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from vllm_kvevict.kernels.build import load
+
+_ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2, *[ctypes.c_void_p] * 3]
+_WRITE_ARGUMENTS = [*[ctypes.c_void_p] * 5, ctypes.c_int64, *[ctypes.c_int] * 2, ctypes.c_void_p]
 
 MOST = 127
 LEAST_SCALE = 1e-6
@@ -130,15 +136,39 @@ class Quantiser:
     """Quantises, for one dtype.
 
     Args:
-        dtype: of what it quantises.
+        dtype: of what it quantises, fp32 or bfloat16.
+
+    Raises:
+        BuildError: the kernel cannot be compiled here.
     """
 
     def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
+        self._quantise = getattr(load("quantise"), f"quantise_{str(dtype).removeprefix('torch.')}")
+        self._quantise.argtypes, self._quantise.restype = _ARGUMENTS, None
 
     def __call__(self, x: Tensor, is_rotated: bool) -> Quantised:
         """As :func:`quantise_reference`, bit for bit; x [T, H, d]; tokens may lie apart, a token's heads may not."""
-        return quantise_reference(x, is_rotated)
+        tokens, heads, head_dim = x.shape
+        if x.stride(2) != 1 or x.stride(1) != head_dim:
+            raise ValueError(f"a token's heads must lie side by side, got strides {x.stride()}")
+        new = Quantised(torch.empty(x.shape, dtype=torch.int8), torch.empty(tokens, heads))
+        signs = scaled_signs(head_dim).data_ptr() if is_rotated else None
+        where = signs, new.numbers.data_ptr(), new.scales.data_ptr()
+        self._quantise(x.data_ptr(), x.stride(0), tokens, heads, head_dim, *where)
+        return new
 
 
-write_entries = write_reference
+def write_entries(
+    pages: Tensor, page_size: int, key: Quantised, value: Quantised, entry_slots: Tensor
+) -> None:
+    """As :func:`write_reference`, compiled.
+
+    Raises:
+        BuildError: the kernel cannot be compiled here.
+    """
+    write = load("quantise").write_entries
+    write.argtypes, write.restype = _WRITE_ARGUMENTS, None
+    tensors = [key.numbers, key.scales, value.numbers, value.scales, entry_slots]
+    tensors = [tensor.contiguous() for tensor in tensors]
+    count, head_dim = entry_slots.numel(), key.numbers.shape[-1]
+    write(*(tensor.data_ptr() for tensor in tensors), count, head_dim, page_size, pages.data_ptr())

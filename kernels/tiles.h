@@ -25,6 +25,11 @@ constexpr int KEYS = 512;                  // of a block
 constexpr int STRIDE = KEYS + 2 * LANES;
 constexpr float LOG2_E = 1.44269504f;
 
+// A number that was in 8 bits.
+struct Scaled {
+  float value;
+};
+
 // Arithmetic on fp32 numbers that are made of elements of T.
 template <class T>
 struct Singles {
@@ -36,6 +41,7 @@ struct Singles {
   static constexpr int ROWS = 6;   // of a tile
   struct Session {};               // of a thread that multiplies
   static Unit unit(Element first, Element) { return T::value(first); }
+  static Unit unit(Scaled first, Scaled) { return first.value; }
   static Floats spread(Unit unit) { return unit - Floats{}; }  // adding 0 instead is computed, since it changes -0
   static Floats read(const Unit* from) { return load<Floats>(from); }
   static Floats add(Floats sum, Floats left, Floats right) { return sum + left * right; }
@@ -63,6 +69,9 @@ struct Pairs {
   static constexpr int DEPTH = 2, STEP = 2, ROWS = 6;
   struct Session {};
   static Unit unit(Element first, Element second) { return first | (uint32_t)second << 16; }
+  static Unit unit(Scaled first, Scaled second) {
+    return unit(BFloat16::element(first.value), BFloat16::element(second.value));
+  }
   static __m512bh spread(Unit unit) { return (__m512bh)_mm512_set1_epi32(unit); }
   static __m512bh read(const Unit* from) { return (__m512bh)_mm512_loadu_si512(from); }
   static Floats add(Floats sum, __m512bh left, __m512bh right) { return _mm512_dpbf16_ps(sum, left, right); }

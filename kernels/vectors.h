@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <cstring>
+#ifdef __SSE4_1__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -41,9 +44,10 @@ inline float total(Floats values) {
 }
 
 // Elements of a page or a matrix. block() reads two vectors of them as fp32, and place() tells where in (low, high)
-// each went.
+// each went. SCALE is how many elements a scale takes, which each key and each value of a page has; 0: none.
 struct Float32 {
   typedef float type;
+  static constexpr int SCALE = 0;
   static void block(const float* from, Floats& low, Floats& high) {
     low = load<Floats>(from);
     high = load<Floats>(from + LANES);
@@ -55,6 +59,7 @@ struct Float32 {
 
 struct BFloat16 {
   typedef uint16_t type;
+  static constexpr int SCALE = 0;
   // A bfloat16 is the upper half of a float, so even and odd elements apart take one operation each.
   static void block(const uint16_t* from, Floats& low, Floats& high) {
     const Words pairs = load<Words>(from);
@@ -69,6 +74,33 @@ struct BFloat16 {
   static uint16_t element(float value) {  // the nearest, of two the even one
     const uint32_t bits = load<uint32_t>(&value);
     return value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+  }
+};
+
+struct Int8 {
+  typedef int8_t type;
+  static constexpr int SCALE = sizeof(float);
+  static void block(const int8_t* from, Floats& low, Floats& high) {
+    low = read(from);
+    high = read(from + LANES);
+  }
+  static int place(int i) { return i; }
+  // Compilers take conversions of vectors of bytes apart.
+  static Floats read(const int8_t* from) {
+#if defined __AVX512F__ && LANES == 16
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif defined __AVX2__ && LANES == 8
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    float values[LANES];
+#ifdef __SSE4_1__
+    for (int i = 0; i < LANES; i += 4)
+      _mm_storeu_ps(values + i, _mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(load<int>(from + i)))));
+#else
+    for (int i = 0; i < LANES; ++i) values[i] = from[i];
+#endif
+    return load<Floats>(values);
+#endif
   }
 };
 
