@@ -73,8 +73,9 @@ void score(const typename T::type* keys, const typename T::type* scales, const f
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    const Floats block[] = {scaled<T>(sums[r][0], scales), scaled<T>(sums[r][1], scales + LANES * T::SCALE)};
-    std::memcpy(scores + r * shape.page_size, block, sizeof block);
+    sums[r][0] = scaled<T>(sums[r][0], scales);
+    sums[r][1] = scaled<T>(sums[r][1], scales + LANES * T::SCALE);
+    std::memcpy(scores + r * shape.page_size, sums[r], sizeof sums[r]);
   }
 }
 
