@@ -101,6 +101,8 @@ class DecodeAttention:
             tokens: int64 [N], where among the T the new tokens are, request by request; None: the first N, in order.
             scale: of the logits.
         """
+        if isinstance(key, Quantised) != (self.pages.dtype == torch.int8):
+            raise ValueError(f"pages are {self.pages.dtype}, and entries are not like them")
         head_dim = query.shape[2]
         kv_heads = numbers(key).shape[1]
         self._decode(

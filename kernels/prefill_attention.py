@@ -94,11 +94,13 @@ class PrefillAttention:
             log_sums: fp32 [T, Hq], contiguous, filled with the logarithms of the sums of exponentials, sinks included.
 
         Raises:
-            ValueError: heads that lie apart, or a scale that is not positive.
+            ValueError: heads that lie apart, entries unlike those in pages, or a scale that is not positive.
         """
         if scale <= 0:
             raise ValueError(f"the scale must be positive, got {scale}")
         kv_heads, head_dim = numbers(key).shape[1:]
+        if prefixes is not None and self.pages is not None and self.pages.dtype != numbers(key).dtype:
+            raise ValueError(f"pages are {self.pages.dtype}, and entries are not like them")
         prefill = self._quantised if isinstance(key, Quantised) else self._exact
         prefill(
             *matrices(query, key, value, output),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_kvevict.kernels import processor
 from vllm_kvevict.kernels.build import load
 
 _ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2, *[ctypes.c_void_p] * 3]
@@ -140,17 +141,30 @@ class Quantiser:
 
     Raises:
         BuildError: the kernel cannot be compiled here.
+        ValueError: another dtype.
     """
 
     def __init__(self, dtype: torch.dtype):
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"only fp32 or bfloat16 can be quantised, got {dtype}")
+        self.dtype = dtype
         self._quantise = getattr(load("quantise"), f"quantise_{str(dtype).removeprefix('torch.')}")
         self._quantise.argtypes, self._quantise.restype = _ARGUMENTS, None
 
     def __call__(self, x: Tensor, is_rotated: bool) -> Quantised:
-        """As :func:`quantise_reference`, bit for bit; x [T, H, d]; tokens may lie apart, a token's heads may not."""
+        """As :func:`quantise_reference`, bit for bit; x [T, H, d]; tokens may lie apart, a token's heads may not.
+
+        Raises:
+            ValueError: heads that lie apart, another dtype, or a head_dim that is not a multiple of a vector.
+        """
         tokens, heads, head_dim = x.shape
         if x.stride(2) != 1 or x.stride(1) != head_dim:
             raise ValueError(f"a token's heads must lie side by side, got strides {x.stride()}")
+        lanes = processor.levels()[processor.level()].lanes
+        if x.dtype != self.dtype or head_dim % lanes:
+            raise ValueError(
+                f"vectors must be {self.dtype}, of a multiple of {lanes} dims; got {x.dtype} of {head_dim}"
+            )
         new = Quantised(torch.empty(x.shape, dtype=torch.int8), torch.empty(tokens, heads))
         signs = scaled_signs(head_dim).data_ptr() if is_rotated else None
         where = signs, new.numbers.data_ptr(), new.scales.data_ptr()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvevict.kernels.decode_attention import BatchRows
+from vllm_kvevict.kernels.quantise import Quantised, fields, quantise_reference, write_reference
 
 Lengths = Sequence[Sequence[int]]
 """Of the requests' heads."""
@@ -25,7 +26,7 @@ def place(lengths: Lengths, page_size: int, random: torch.Generator, layer: int 
 
 
 def forget(rows: BatchRows, written: Lengths, *parts: Tensor) -> None:
-    """Make NaN of what is behind so many entries of each row, in parts of all pages, [pages, page_size, d] each."""
+    """Make NaN of what is behind so many entries of each row, in parts of all pages, [pages, page_size, ...] each."""
     page_size = parts[0].shape[1]
     for slot, of_request in zip(rows.request_slots.tolist(), written, strict=True):
         for row, count in enumerate(of_request, rows.first):
@@ -38,3 +39,23 @@ def forget(rows: BatchRows, written: Lengths, *parts: Tensor) -> None:
 def without_last(lengths: Lengths) -> Lengths:
     """One entry fewer in each row."""
     return [[length - 1 for length in of_request] for of_request in lengths]
+
+
+def in_8_bits(keys: Tensor, values: Tensor) -> tuple[Quantised, Quantised]:
+    """Entries as pages of int8 have them."""
+    return quantise_reference(keys, True), quantise_reference(values, False)
+
+
+def make_pages(dtype: torch.dtype, keys: Tensor, values: Tensor, rows: BatchRows, written: Lengths) -> Tensor:
+    """Pages that hold keys and values [pages, page_size, d], or NaN behind so many entries of each row.
+
+    In 8 bits, scales are NaN there.
+    """
+    if dtype != torch.int8:
+        forget(rows, written, keys, values)
+        return torch.cat([keys.mT.flatten(1), values.flatten(1)], 1).to(dtype)
+    count, page_size, head_dim = keys.shape
+    pages = torch.empty(count, page_size * (2 * head_dim + 8), dtype=dtype)
+    write_reference(pages, page_size, *in_8_bits(keys, values), torch.arange(count * page_size))
+    forget(rows, written, *(field.scales for field in fields(pages, page_size)))
+    return pages

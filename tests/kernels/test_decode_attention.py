@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.stored import forget, place, without_last
+from tests.kernels.stored import in_8_bits, make_pages, place, without_last
 from vllm_kvevict.kernels.decode_attention import BatchRows, DecodeAttention, reference, supports
+from vllm_kvevict.kernels.quantise import Quantised, fields
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.int8: 1e-5}
+"""By the dtype of pages; queries are fp32 where those are int8."""
 LENGTHS = ((1, 31), (32, 33), (64, 200), (2047, 2048), (2049, 4100))
 """Of the requests' heads, the new entry included."""
 
@@ -21,8 +23,8 @@ class Case(NamedTuple):
     pages: Tensor
     page_size: int
     query: Tensor
-    key: Tensor
-    value: Tensor
+    key: Tensor | Quantised
+    value: Tensor | Quantised
     rows: BatchRows
     tokens: Tensor | None
     scale: float
@@ -34,7 +36,7 @@ class Case(NamedTuple):
         output = torch.full(shape, torch.nan, dtype=self.query.dtype)
         new_tokens = self.rows.new_tokens
         most = 1 if new_tokens is None else int(new_tokens.max())
-        kernel = DecodeAttention(pages, self.page_size, most)
+        kernel = DecodeAttention(pages, self.page_size, most, self.query.dtype)
         kernel(self.query, self.key, self.value, output, self.rows, self.tokens, self.scale)
         return output, pages
 
@@ -58,7 +60,7 @@ class Case(NamedTuple):
         """That the kernel computes what the reference does, and writes nothing but the new entries."""
         output, pages = self.run()
         expected, expected_pages = self.expected()
-        tolerance = TOLERANCE[self.query.dtype]
+        tolerance = max(TOLERANCE[x.dtype] for x in (self.query, self.pages))
         torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(pages, expected_pages, atol=0, rtol=0, equal_nan=True)
 
@@ -66,7 +68,7 @@ class Case(NamedTuple):
         """The same as :meth:`run`, a call for each new token of a request."""
         pages, rows = self.pages.clone(), self.rows
         output = torch.full(self.query.shape, torch.nan, dtype=self.query.dtype)
-        kernel = DecodeAttention(pages, self.page_size)
+        kernel = DecodeAttention(pages, self.page_size, dtype=self.query.dtype)
         new_tokens = rows.new_tokens.tolist()
         ends = rows.new_tokens.cumsum(0)
         for number in range(max(new_tokens)):
@@ -84,25 +86,32 @@ def _with_new_tokens(case: Case, new_tokens: list[int]) -> Case:
     """The same entries with more of them new."""
     total = sum(new_tokens)
     random = torch.Generator().manual_seed(1)
+    heads, head_dim = case.query.shape[1:]
+    kv_heads = case.rows.lengths.shape[1] // 2  # of two layers
     query, key, value = (
-        torch.randn(total, *x.shape[1:], generator=random).to(x.dtype)
-        for x in (case.query, case.key, case.value)
+        torch.randn(total, count, head_dim, generator=random).to(case.query.dtype)
+        for count in (heads, kv_heads, kv_heads)
     )
+    if case.pages.dtype == torch.int8:
+        key, value = in_8_bits(key, value)
     rows = replace(case.rows, new_tokens=torch.tensor(new_tokens, dtype=torch.int32))
     return case._replace(query=query, key=key, value=value, rows=rows)
 
 
-def _case(dtype, page_size, head_dim, group, lengths=LENGTHS, layer=1, scale=None, seed=0) -> Case:
+def _case(
+    dtype, page_size, head_dim, group, lengths=LENGTHS, layer=1, scale=None, seed=0, model=None
+) -> Case:
     """Random pages in random order, two layers, slots that are not in order; unwritten entries are NaN."""
     random = torch.Generator().manual_seed(seed)
     requests, heads = len(lengths), len(lengths[0])
     rows = place(lengths, page_size, random, layer)
     keys = torch.randn(len(rows.arena), head_dim, page_size, generator=random)
     values = torch.randn(len(rows.arena), page_size, head_dim, generator=random)
-    forget(rows, without_last(lengths), keys.mT, values)
-    pages = torch.cat([keys.flatten(1), values.flatten(1)], 1).to(dtype)
-    query = torch.randn(requests, heads * group, head_dim, generator=random).to(dtype)
-    new = torch.randn(2, requests, heads, head_dim, generator=random).to(dtype)
+    pages = make_pages(dtype, keys.mT, values, rows, without_last(lengths))
+    model = model or (torch.float32 if dtype == torch.int8 else dtype)
+    query = torch.randn(requests, heads * group, head_dim, generator=random).to(model)
+    new = torch.randn(2, requests, heads, head_dim, generator=random).to(model)
+    new = in_8_bits(*new) if dtype == torch.int8 else new
     return Case(pages, page_size, query, *new, rows, None, head_dim**-0.5 if scale is None else scale)
 
 
@@ -170,14 +179,45 @@ def test_a_token_that_sees_those_after_it_answers_otherwise():
     assert (wrong[0] - output[0]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("group", [1, 16])
+def test_pages_in_8_bits_behind_a_bfloat16_model(level, head_dim, group):
+    case = _case(torch.int8, 32, head_dim, group, model=torch.bfloat16)
+    case.check()
+    _with_new_tokens(case, [1, 3, 8, 2, 5]).check()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_scale_that_is_a_little_off_is_found(which):
+    """What the tests of pages in 8 bits would find, of a key or a value."""
+    case = _case(torch.int8, 32, 64, 2, [(40, 60)])
+    wrong = case._replace(pages=case.pages.clone())
+    fields(wrong.pages, 32)[which].scales[:] *= 1.01
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(wrong.run()[0], case.expected()[0], atol=1e-5, rtol=1e-5)
+
+
+def test_keys_and_values_must_be_quantised_alike():
+    case = _case(torch.int8, 32, 64, 2)
+    with pytest.raises(ValueError, match="alike"):
+        case._replace(value=case.value.numbers.float()).run()
+    with pytest.raises(ValueError, match="not like them"):
+        case._replace(key=case.key.numbers.float(), value=case.value.numbers.float()).run()
+    apart = Quantised(case.key.numbers, case.key.scales.repeat_interleave(2, 1)[:, ::2])
+    with pytest.raises(ValueError, match="scales must lie side by side"):
+        case._replace(key=apart).run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
-def test_flat_and_peaked_weights(scale):
-    case = _case(torch.float32, 32, 64, 2, [(1, 40), (3000, 7)], scale=scale)
+def test_flat_and_peaked_weights(scale, dtype):
+    case = _case(dtype, 32, 64, 2, [(1, 40), (3000, 7)], scale=scale)
     torch.testing.assert_close(case.run()[0].double(), case.expected(torch.float64)[0], atol=1e-4, rtol=1e-4)
 
 
-def test_a_request_does_not_depend_on_its_batch_or_on_threads(lanes):
-    case = _case(torch.float32, 32, 64, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_request_does_not_depend_on_its_batch_or_on_threads(lanes, dtype):
+    case = _case(dtype, 32, 64, 2)
     together, _ = case.run()
     threads = torch.get_num_threads()
     try:

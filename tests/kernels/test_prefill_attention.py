@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.stored import forget, place
+from tests.kernels.stored import in_8_bits, make_pages, place
 from vllm_kvevict.kernels.decode_attention import BatchRows
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention, reference, supports
+from vllm_kvevict.kernels.quantise import Quantised, fields
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.int8: 1e-5}
+"""By the dtype of entries; queries are fp32 where those are int8."""
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
 
 
@@ -21,8 +23,8 @@ class Case(NamedTuple):
     """Arguments of the kernel."""
 
     query: Tensor
-    key: Tensor
-    value: Tensor
+    key: Tensor | Quantised
+    value: Tensor | Quantised
     new_tokens: Tensor
     pages: Tensor | None = None
     page_size: int = 32
@@ -55,19 +57,22 @@ class Case(NamedTuple):
 
     def check(self) -> None:
         """That the kernel computes what the reference does."""
-        tolerance = TOLERANCE[self.query.dtype]
+        tolerance = TOLERANCE[self.query.dtype]  # int8 adds nothing to it
         for found, expected in zip(self.run(), self.expected(), strict=True):
             torch.testing.assert_close(
                 found.float(), expected, atol=tolerance, rtol=tolerance, equal_nan=True
             )
 
 
-def _case(dtype, head_dim, heads, group, new_tokens, seed=0, **options) -> Case:
+def _case(dtype, head_dim, heads, group, new_tokens, seed=0, model=None, **options) -> Case:
     """Random queries, keys and values that are views of one projection's output."""
     random = torch.Generator().manual_seed(seed)
     parts = [heads * group, heads, heads]
-    whole = torch.randn(sum(new_tokens), sum(parts), head_dim, generator=random).to(dtype)
+    model = model or (torch.float32 if dtype == torch.int8 else dtype)
+    whole = torch.randn(sum(new_tokens), sum(parts), head_dim, generator=random).to(model)
     query, key, value = whole.split(parts, 1)
+    if dtype == torch.int8:
+        key, value = in_8_bits(key, value)
     return Case(query, key, value, torch.tensor(new_tokens, dtype=torch.int32), options=options)
 
 
@@ -78,8 +83,8 @@ def _behind(case: Case, prefixes: list[list[int]], page_size: int, seed: int = 0
     rows = place([[count + new for count in mine] for mine, new in pairs], page_size, random)
     keys = torch.randn(len(rows.arena), case.query.shape[2], page_size, generator=random)
     values = torch.randn(keys.mT.shape, generator=random)
-    forget(rows, prefixes, keys.mT, values)
-    pages = torch.cat([keys.flatten(1), values.flatten(1)], 1).to(case.query.dtype)
+    dtype = torch.int8 if isinstance(case.key, Quantised) else case.query.dtype
+    pages = make_pages(dtype, keys.mT, values, rows, prefixes)
     return case._replace(pages=pages, page_size=page_size, prefixes=rows)
 
 
@@ -153,7 +158,11 @@ def test_a_token_that_sees_the_next_one_answers_otherwise(dtype):
     case = _behind(_case(dtype, 64, 1, 2, [40, 50]), [[64], [96]], 32)
     lengths = case.prefixes.lengths.clone()
     lengths[case.prefixes.request_slots] += 1
-    wrong = case._replace(pages=case.pages.nan_to_num(0.5), prefixes=replace(case.prefixes, lengths=lengths))
+    pages = case.pages.nan_to_num(0.5)
+    if dtype == torch.int8:
+        for field in fields(pages, 32):
+            field.scales.nan_to_num_(0.02)
+    wrong = case._replace(pages=pages, prefixes=replace(case.prefixes, lengths=lengths))
     with pytest.raises(AssertionError, match="not close"):
         torch.testing.assert_close(wrong.run()[0].float(), case.expected()[0], atol=1e-2, rtol=1e-2)
 
@@ -171,9 +180,10 @@ def test_what_comes_later_does_not_matter(dtype):
         assert torch.equal(found[1][:tokens], log_sums[:tokens])
 
 
-def test_a_request_does_not_depend_on_its_batch_or_on_threads(lanes):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_request_does_not_depend_on_its_batch_or_on_threads(lanes, dtype):
     new_tokens = [513, 3, 130]
-    case = _behind(_case(torch.float32, 64, 2, 3, new_tokens), [[600, 0], [7, 900], [1, 2]], 32)
+    case = _behind(_case(dtype, 64, 2, 3, new_tokens), [[600, 0], [7, 900], [1, 2]], 32)
     together, _ = case.run()
     threads = torch.get_num_threads()
     try:
@@ -201,9 +211,28 @@ def test_tokens_may_be_anywhere_in_a_batch():
     assert output[others].isnan().all() and log_sums[others].isnan().all()
 
 
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("group", [1, 16])
+def test_entries_in_8_bits_behind_a_bfloat16_model(level, head_dim, group):
+    case = _case(torch.int8, head_dim, 2, group, [70, 5], model=torch.bfloat16, softcap=20.0)
+    case.check()
+    _behind(case, [[31, 700], [64, 1]], 32).check()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_scale_that_is_a_little_off_is_found(which):
+    """What the tests of entries in 8 bits would find, of a key or a value in a page."""
+    case = _behind(_case(torch.int8, 64, 1, 2, [40, 50]), [[64], [96]], 32)
+    wrong = case._replace(pages=case.pages.clone())
+    fields(wrong.pages, 32)[which].scales[:] *= 1.01
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(wrong.run()[0], case.expected()[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 10.0])
-def test_flat_and_peaked_weights(scale):
-    case = _behind(_case(torch.float32, 64, 2, 2, [600], scale=scale), [[40, 700]], 32)
+def test_flat_and_peaked_weights(scale, dtype):
+    case = _behind(_case(dtype, 64, 2, 2, [600], scale=scale), [[40, 700]], 32)
     for found, expected in zip(case.run(), case.expected(torch.float64), strict=True):
         torch.testing.assert_close(found.double(), expected.double(), atol=1e-4, rtol=1e-4)
 
