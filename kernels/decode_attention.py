@@ -24,7 +24,8 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def supports(dtype: torch.dtype, page_size: int, head_dim: int) -> bool:
-    """Whether the kernel can read pages of this kind: it handles two vectors of entries, or of dims, at a time.
+    """Whether the kernel can serve queries of this dtype on such pages: it handles two vectors of entries, or of dims,
+    at a time.
 
     Raises:
         ValueError: see :func:`processor.level`.

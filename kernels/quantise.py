@@ -24,8 +24,8 @@ from torch import Tensor
 from vllm_kvevict.kernels import processor
 from vllm_kvevict.kernels.build import load
 
-_ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2, *[ctypes.c_void_p] * 3]
-_WRITE_ARGUMENTS = [*[ctypes.c_void_p] * 5, ctypes.c_int64, *[ctypes.c_int] * 2, ctypes.c_void_p]
+_ARGUMENTS: list[Any] = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2, *[ctypes.c_void_p] * 3]
+_WRITE_ARGUMENTS: list[Any] = [*[ctypes.c_void_p] * 5, ctypes.c_int64, *[ctypes.c_int] * 2, ctypes.c_void_p]
 
 MOST = 127
 LEAST_SCALE = 1e-6
