@@ -148,6 +148,7 @@ class Quantiser:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"only fp32 or bfloat16 can be quantised, got {dtype}")
         self.dtype = dtype
+        self._lanes = processor.levels()[processor.level()].lanes
         self._quantise = getattr(load("quantise"), f"quantise_{str(dtype).removeprefix('torch.')}")
         self._quantise.argtypes, self._quantise.restype = _ARGUMENTS, None
 
@@ -160,10 +161,9 @@ class Quantiser:
         tokens, heads, head_dim = x.shape
         if x.stride(2) != 1 or x.stride(1) != head_dim:
             raise ValueError(f"a token's heads must lie side by side, got strides {x.stride()}")
-        lanes = processor.levels()[processor.level()].lanes
-        if x.dtype != self.dtype or head_dim % lanes:
+        if x.dtype != self.dtype or head_dim % self._lanes:
             raise ValueError(
-                f"vectors must be {self.dtype}, of a multiple of {lanes} dims; got {x.dtype} of {head_dim}"
+                f"vectors must be {self.dtype}, of a multiple of {self._lanes} dims; got {x.dtype} of {head_dim}"
             )
         new = Quantised(torch.empty(x.shape, dtype=torch.int8), torch.empty(tokens, heads))
         signs = scaled_signs(head_dim).data_ptr() if is_rotated else None
