@@ -39,6 +39,12 @@ def test_equals_the_reference(level, head_dim, dtype, is_rotated):
     assert _equal(Quantiser(dtype)(x, is_rotated), quantise_reference(x, is_rotated))
 
 
+def test_products_are_rounded_before_a_half_is_added():
+    """Of a million numbers, a few are nearer to a tie than a product that is not rounded differs."""
+    x = _vectors(128, tokens=10_000)
+    assert _equal(Quantiser(x.dtype)(x, False), quantise_reference(x, False))
+
+
 @pytest.mark.parametrize("is_rotated", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_number_is_within_half_a_step(head_dim, is_rotated):
