@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.stored import in_8_bits, make_pages, place, without_last
-from vllm_kvevict.kernels.decode_attention import BatchRows, DecodeAttention, reference, supports
+from vllm_kvevict.kernels.decode_attention import BatchRows, DecodeAttention, numbers, reference, supports
 from vllm_kvevict.kernels.quantise import Quantised, fields
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.int8: 1e-5}
@@ -86,11 +86,9 @@ def _with_new_tokens(case: Case, new_tokens: list[int]) -> Case:
     """The same entries with more of them new."""
     total = sum(new_tokens)
     random = torch.Generator().manual_seed(1)
-    heads, head_dim = case.query.shape[1:]
-    kv_heads = case.rows.lengths.shape[1] // 2  # of two layers
     query, key, value = (
-        torch.randn(total, count, head_dim, generator=random).to(case.query.dtype)
-        for count in (heads, kv_heads, kv_heads)
+        torch.randn(total, *numbers(x).shape[1:], generator=random).to(case.query.dtype)
+        for x in (case.query, case.key, case.value)
     )
     if case.pages.dtype == torch.int8:
         key, value = in_8_bits(key, value)
@@ -206,7 +204,7 @@ def test_keys_and_values_must_be_quantised_alike():
     with pytest.raises(ValueError, match="alike"):
         case._replace(value=case.value.numbers.float()).run()
     with pytest.raises(ValueError, match="not like them"):
-        case._replace(key=case.key.numbers.float(), value=case.value.numbers.float()).run()
+        case._replace(key=case.key.numbers).run()
     apart = Quantised(case.key.numbers, case.key.scales.repeat_interleave(2, 1)[:, ::2])
     with pytest.raises(ValueError, match="scales must lie side by side"):
         case._replace(key=apart).run()

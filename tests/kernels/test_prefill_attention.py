@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
     def check(self) -> None:
         """That the kernel computes what the reference does."""
-        tolerance = TOLERANCE[self.query.dtype]  # int8 adds nothing to it
+        tolerance = TOLERANCE[self.query.dtype]
         for found, expected in zip(self.run(), self.expected(), strict=True):
             torch.testing.assert_close(
                 found.float(), expected, atol=tolerance, rtol=tolerance, equal_nan=True
@@ -217,16 +217,6 @@ def test_entries_in_8_bits_behind_a_bfloat16_model(level, head_dim, group):
     case = _case(torch.int8, head_dim, 2, group, [70, 5], model=torch.bfloat16, softcap=20.0)
     case.check()
     _behind(case, [[31, 700], [64, 1]], 32).check()
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_scale_that_is_a_little_off_is_found(which):
-    """What the tests of entries in 8 bits would find, of a key or a value in a page."""
-    case = _behind(_case(torch.int8, 64, 1, 2, [40, 50]), [[64], [96]], 32)
-    wrong = case._replace(pages=case.pages.clone())
-    fields(wrong.pages, 32)[which].scales[:] *= 1.01
-    with pytest.raises(AssertionError, match="not close"):
-        torch.testing.assert_close(wrong.run()[0], case.expected()[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
