@@ -91,6 +91,10 @@ struct Int8 {
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
 #elif defined __AVX2__ && LANES == 8
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#elif defined __AVX__ && LANES == 8
+    const __m128i low = _mm_cvtepi8_epi32(_mm_cvtsi32_si128(load<int>(from)));
+    const __m128i high = _mm_cvtepi8_epi32(_mm_cvtsi32_si128(load<int>(from + 4)));
+    return (Floats)_mm256_cvtepi32_ps(_mm256_set_m128i(high, low));
 #else
     float values[LANES];
 #ifdef __SSE4_1__
