@@ -9,10 +9,20 @@ Pages of keys and values, as kernels read them, [pages, page_elements] and conti
 
 Which order a page has depends on the processor (:mod:`vllm_kvevict.cache.format`); sizes do not. A field can also lie
 aside, in a tensor [pages, page_size * numbers] of its own, where an entry has the same page and the same place.
+
+Entries in 8 bits have keys and values in int8, and a scale of each; a page of them on a CPU, in bytes:
+
+    keys          [head_dim, page_size]
+    key scales    [page_size], fp32
+    value scales  [page_size], fp32
+    values        [page_size, head_dim]
 """
 
 import re
 from dataclasses import dataclass
+
+INT8 = "int8_per_token_head"
+"""vLLM's name (``--kv-cache-dtype``) for entries in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +32,16 @@ class Field:
     Attributes:
         dtype: torch's name of their type, in which the first number says how many bits it has.
         aside: whether they lie beside the pages.
+        scale: name of the field whose number they are to be multiplied by; None: they are what they say.
+        is_rotated: whether they were rotated before they were divided (:mod:`vllm_kvevict.kernels.quantise`).
     """
 
     name: str
     numbers: int
     dtype: str
     aside: bool = False
+    scale: str | None = None
+    is_rotated: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -46,22 +60,48 @@ class KVLayout:
         rows: KV heads of a rank.
         model_rows: KV heads of the model.
         fields: those of a page in their order, and those aside.
+        dtype: torch's name of the type in which keys and values are computed and read.
     """
 
     page_size: int
     rows: int
     model_rows: int
     fields: tuple[Field, ...]
+    dtype: str
 
     @classmethod
-    def of_heads(cls, page_size: int, rows: int, model_rows: int, head_dim: int, dtype: str) -> "KVLayout":
-        """A key and a value of ``head_dim`` numbers each."""
-        return cls(
-            page_size, rows, model_rows, (Field("key", head_dim, dtype), Field("value", head_dim, dtype))
-        )
+    def of_heads(
+        cls,
+        page_size: int,
+        rows: int,
+        model_rows: int,
+        head_dim: int,
+        dtype: str,
+        is_quantised: bool = False,
+    ) -> "KVLayout":
+        """A key and a value of ``head_dim`` numbers each, in 8 bits with a scale each where they are quantised."""
+        fields: tuple[Field, ...] = Field("key", head_dim, dtype), Field("value", head_dim, dtype)
+        if is_quantised:
+            fields = (
+                Field("key", head_dim, "int8", scale="key_scale", is_rotated=True),
+                Field("key_scale", 1, "float32"),
+                Field("value_scale", 1, "float32"),
+                Field("value", head_dim, "int8", scale="value_scale"),
+            )
+        return cls(page_size, rows, model_rows, fields, dtype)
 
     def __getitem__(self, name: str) -> Field:
         return {field.name: field for field in self.fields}[name]
+
+    @property
+    def computed_key(self) -> Field:
+        """A key before it is stored; a query has its size."""
+        return Field("key", self["key"].numbers, self.dtype)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether keys and values have scales."""
+        return self["key"].scale is not None
 
     @property
     def in_page(self) -> tuple[Field, ...]:

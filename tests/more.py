@@ -48,7 +48,8 @@ RUNNERS_AND_LAYOUTS = {
     "engine/served/test_chains.py": r"test_preempted\[(?!kvzip)",
     "engine/served/test_chat_tails.py": r"test_a_turn\w+\[(whole|PP|TP)|test_all_turns",
     "engine/served/test_families.py": r"test_a_family\w+\[(starcoder2|falcon_h1|deepseek_v2)",
-    "engine/served/test_hits.py": r"test_hits\w+\[(chunks|PP|TP 2-turns)",
+    "engine/served/test_hits.py": r"test_hits\w+\[(chunks|PP|TP 2-turns|8 bits-uncompressed)",
+    "engine/served/test_int8.py": r"test_every_policy\w+\[(chunks|PP|ngram)",
     "engine/served/test_invariance.py": r"test_chunks\w+\[(PP|chunks of 64)|test_replicated",
     "engine/served/test_kvzip.py": r"test_in_a_tight_pool\[two|test_keeps\w+\[(two stages|alone-(?!all))"
     r"|test_keeps\w+\[two tensor ranks-window|test_aborted\w+\[0",

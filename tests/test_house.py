@@ -291,7 +291,7 @@ def test_fields_of_requests_are_named_in_one_file() -> None:
     assert finds(names_a_field, "engine.x", 'fields.get("kv_turns")') == ["kv_turns"]
     assert not finds(names_a_field, "engine.x", 'f"kv_turns {problem}"; fields.get(TURNS); kv_len = 1')
     found = offenders(names_a_field, "engine.")
-    known = ["names: kv_eviction", "sizing: kv_heads", "frontend.checks: kv_cache_scheme"]
+    known = ["names: kv_eviction", "sizing: kv_heads", "frontend.kv_dtype: kv_cache_scheme"]
     known += [f"frontend.plugin: kv_{name}" for name in (*FLAGS, "producer")]
     hold(
         (line for line in found if not line.startswith("engine.request_options:")),

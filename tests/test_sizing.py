@@ -1,5 +1,6 @@
 """The sizing calculator against vLLM's scheduler with the real ledger, and its command line."""
 
+import dataclasses
 import json
 import os
 import warnings
@@ -15,6 +16,7 @@ from tests.engine.support.servers import PAGE, Setup, make_request
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict import sizing
 from vllm_kvevict.engine.sizing import conversations, size
+from vllm_kvevict.kernels.layout import INT8
 
 LAYERS, HEADS, DIM = 4, 4, 32
 
@@ -35,6 +37,15 @@ def server(full: float, prompt: int, step: int, tensor: int = 1, stages: int = 1
         block_size=PAGE,
         max_num_batched_tokens=step,
     )
+
+
+def test_entries_in_8_bits_have_less_memory():
+    whole = server(4, 2048, 2048)
+    quantised = dataclasses.replace(whole, kv_cache_dtype=INT8)
+    assert (whole.layout.entry_bytes, quantised.layout.entry_bytes) == (4 * DIM, 2 * DIM + 8)
+    settings = {"policy": "ada-snapkv", "budget": 0.2}
+    fewer, more = (size(x, settings, 2048, 256)["at once"] for x in (whole, quantised))
+    assert more / fewer == pytest.approx(4 * DIM / (2 * DIM + 8), rel=0.15)
 
 
 def simulate(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_kvevict.kernels.layout import KVLayout
+from vllm_kvevict.kernels.layout import INT8, KVLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +16,7 @@ class Server:
     max_len: int
     memory: int
     dtype: str
+    kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     page_size: int = 32
@@ -26,4 +27,7 @@ class Server:
     def layout(self) -> KVLayout:
         """What a rank stores."""
         heads = max(1, self.kv_heads // self.tensor_parallel_size)
-        return KVLayout.of_heads(self.page_size, heads, self.kv_heads, self.head_dim, self.dtype)
+        is_quantised = self.kv_cache_dtype == INT8
+        return KVLayout.of_heads(
+            self.page_size, heads, self.kv_heads, self.head_dim, self.dtype, is_quantised
+        )

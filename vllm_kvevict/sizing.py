@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from vllm_kvevict.kernels.layout import INT8
 from vllm_kvevict.policies import available
 from vllm_kvevict.quiet import quieten
 from vllm_kvevict.server import Server
@@ -133,6 +134,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         help="type of keys and values; auto is one of 16 bits (default: %(default)s)",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", INT8),
+        help="as for vllm serve; auto is that of --dtype (default: %(default)s)",
+    )
 
 
 def main(words: Sequence[str] | None = None, program: str = "python -m vllm_kvevict.sizing") -> int:
@@ -165,7 +172,12 @@ def report(args: argparse.Namespace) -> str:  # noqa: C901
     if args.prompt + args.output > model["max_len"]:
         limit = "--max-model-len" if args.max_model_len else "the model"
         raise ValueError(f"--prompt and --output exceed the {model['max_len']} tokens of {limit}: lower them")
-    server = Server(**model, memory=args.memory, **{name: getattr(args, name) for name in SIZES})
+    server = Server(
+        **model,
+        memory=args.memory,
+        kv_cache_dtype=args.kv_cache_dtype,
+        **{name: getattr(args, name) for name in SIZES},
+    )
     runs: list[dict[str, Any]] = [{"policy": "full"}]
     settings = {**args.config, "policy": args.policy, "decode_budget": args.decode_budget}
     if args.policy != "full":

@@ -142,7 +142,7 @@ def quantised():
     """Pages of 8-bit keys and values with scales before the values, and scores aside; each has bytes of its own."""
     in_page = {"key": (33, "uint8"), "scale": (1, "float32"), "value": (7, "uint8")}
     fields = [Field(name, *of) for name, of in in_page.items()]
-    layout = KVLayout(16, 1, 1, (*fields, Field("score", 1, "float16", aside=True)))
+    layout = KVLayout(16, 1, 1, (*fields, Field("score", 1, "float16", aside=True)), "float32")
     starts = [0, 16 * 33 // 4, 16 * 37]  # in numbers of each
     parts = {x.name: Part.in_rows(start, 16, x.numbers) for x, start in zip(fields, starts, strict=True)}
 

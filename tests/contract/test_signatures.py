@@ -257,7 +257,7 @@ OURS: dict[tuple[str, str], tuple[list[str], str]] = {
     ),
     ("worker/cpu.py", "RaggedCPUBackend"): (
         [f"{BACKEND}:AttentionBackend"],
-        "get_impl_cls get_builder_cls get_supported_kernel_block_sizes",
+        "get_impl_cls get_builder_cls get_supported_kernel_block_sizes customize_spec",
     ),
     ("spec.py", "BoundedAttentionSpec"): (
         ["vllm.v1.kv_cache_interface:AttentionSpec"],

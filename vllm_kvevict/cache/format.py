@@ -4,7 +4,7 @@ Owns the memory and its byte order; :mod:`vllm_kvevict.kernels.layout` says what
 store a page as it likes (keys transposed, pairs of values interleaved for matrix instructions), as long as the place of
 (token, dim) in a field is a sum over the mixed-radix digits of token and dim. Then a field is a strided view, and
 reading needs no kernel. Fields fill a page and do not overlap. Whatever moves an entry copies its bytes and decodes
-nothing.
+nothing; whoever reads a field gets numbers in the type in which the model computes them.
 """
 
 import math
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvevict.kernels.layout import Field, KVLayout
+from vllm_kvevict.kernels.quantise import dequantise
 
 Write = Callable[..., None]
 """``write(storage, *entries, entry_slots int64 [N])`` stores entry i in page entry_slots[i] // page_size, at its place
@@ -167,6 +168,21 @@ class PageMemory:
         parts = {field.name: _part(part.view(-1, field.numbers), field.name) for field, part in named}
         return cls(storage, layout, parts, write)
 
+    @classmethod
+    def quantised(cls, storage: torch.Tensor, layout: KVLayout, write: Write) -> "PageMemory":
+        """Memory of entries in 8 bits, in the order of :mod:`vllm_kvevict.kernels.layout`.
+
+        Raises:
+            ValueError: a size is not possible.
+        """
+        size, parts, start = layout.page_size, {}, 0
+        for field in layout.in_page:
+            first = start // dtype_of(field).itemsize
+            parts[field.name] = Part.in_rows(first, size, field.numbers)
+            start += size * field.nbytes
+        parts["key"] = Part(0, ((size, 1),), ((layout["key"].numbers, size),))
+        return cls(storage, layout, parts, write)
+
     @property
     def keys_are_transposed(self) -> bool:
         """Whether a page is its keys, transposed, [head_dim, page_size], then its values, [page_size, head_dim]."""
@@ -178,7 +194,17 @@ class PageMemory:
 
     def read(self, name: str, pages: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """A field of entries ``tokens`` of ``pages`` (integers that broadcast to a shape S), [*S, numbers]."""
-        return self.parts[name].read(self._tensors[name], pages, tokens)
+        field = self.layout[name]
+        names = [name] if field.scale is None else [name, field.scale]
+        return self.decode(name, {x: self.parts[x].read(self._tensors[x], pages, tokens) for x in names})
+
+    def decode(self, name: str, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A field's numbers, [..., numbers], from what is stored of them and of their scales, by names of fields."""
+        field, numbers = self.layout[name], stored[name]
+        if field.scale is None:
+            return numbers
+        dtype: torch.dtype = getattr(torch, self.layout.dtype)
+        return dequantise(numbers, stored[field.scale].squeeze(-1), dtype, field.is_rotated)
 
     def write(self, entries: Mapping[str, torch.Tensor], entry_slots: torch.Tensor) -> None:
         """Store entries, by the names of their fields, [N, numbers] each; slots as of :data:`Write`, none negative."""

@@ -13,12 +13,15 @@ from vllm_kvevict.engine.config import KVEvictionError, Options, require_options
 from vllm_kvevict.engine.devices import this_device
 from vllm_kvevict.engine.layers import NULL_BLOCKS, LayerMap, draft_layers
 from vllm_kvevict.engine.request_options import BUDGET, POLICY, plan_for
-from vllm_kvevict.kernels.layout import KVLayout
+from vllm_kvevict.kernels.layout import INT8, KVLayout
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
 from vllm_kvevict.schedules.plan import Plan
 from vllm_kvevict.schedules.registry import bounded_policies, repeats_prompt
+
+FLOATS = "auto", "float32", "float16", "bfloat16"
+"""Values of ``--kv-cache-dtype`` with which entries are stored as the model computes them."""
 
 
 def overruled_memory(asked: int | None, vllm_config: Any) -> str | None:
@@ -39,10 +42,13 @@ def layout_of(vllm_config: Any, spec: Any = None) -> KVLayout:
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     rows, head_dim, dtype = model.get_num_kv_heads(parallel), model.get_head_size(), model.dtype
+    is_quantised = vllm_config.cache_config.cache_dtype == INT8
     if spec is not None:
-        rows, head_dim, dtype = spec.num_kv_heads, spec.head_size, spec.dtype
+        rows, head_dim = spec.num_kv_heads, spec.head_size
+        dtype = dtype if is_quantised else spec.dtype
     page_size, model_rows = require_options(vllm_config).page_size, model.get_total_num_kv_heads()
-    return KVLayout.of_heads(page_size, rows, model_rows, head_dim, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    return KVLayout.of_heads(page_size, rows, model_rows, head_dim, name, is_quantised)
 
 
 def bounds_of(vllm_config: Any, num_engines: int = 1) -> MemoryBounds:
@@ -293,5 +299,4 @@ def ring_memory(vllm_config: Any) -> tuple[int, int]:
     shape = ring_shape(vllm_config, require_options(vllm_config), layers)
     if shape is None:
         return 0, 0
-    # A query has the size of a key.
-    return math.prod(shape[:-1]) * layout_of(vllm_config)["key"].nbytes, shape[1] - 1
+    return math.prod(shape[:-1]) * layout_of(vllm_config).computed_key.nbytes, shape[1] - 1

@@ -291,7 +291,7 @@ def kept_queries(server: Server, settings: Mapping[str, Any]) -> tuple[int, int]
     layers, layout = most_layers(server), server.layout
     requests = most_choosing(server.memory, layers, layout, entries)
     # A query has the size of a key.
-    return queries * query_heads * layers * layout["key"].nbytes, requests
+    return queries * query_heads * layers * layout.computed_key.nbytes, requests
 
 
 def after_eviction(plan: Plan, tokens: int, rank: RankCapacity, page_size: int) -> PageCount:

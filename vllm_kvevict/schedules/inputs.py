@@ -51,7 +51,8 @@ class Sources:
 
 
 class FreshEntries(NamedTuple):
-    """Fields of a request's tokens in one of the rank's layers, [tokens, Hkv, numbers] each; keys are after RoPE."""
+    """Fields of a request's tokens in one of the rank's layers, [tokens, Hkv, numbers] each, as they are to be stored.
+    Keys are after RoPE."""
 
     layer: int
     fields: Mapping[str, Tensor]
@@ -120,7 +121,8 @@ class LayerTokens:
         """A field of the phase's tokens, [Hkv, stop - first, numbers]."""
         cache, slot, layer = sources.cache, self.request_slot, self.step.layer
         if slot in self.step.not_stored:
-            return self.step.not_stored[slot].fields[name][first:stop].transpose(0, 1).contiguous()
+            stored = {x: numbers[first:stop] for x, numbers in self.step.not_stored[slot].fields.items()}
+            return cache.memory.decode(name, stored).transpose(0, 1).contiguous()
         if self.pinned is None:
             return cache.read(name, slot, layer, stop, first)
         counts = np.full_like(self.pinned, stop - first)

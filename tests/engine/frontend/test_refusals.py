@@ -34,7 +34,7 @@ from vllm_kvevict.engine import devices, versions
 from vllm_kvevict.engine.config import KVEvictionError
 from vllm_kvevict.engine.connector import EvictionConnector
 from vllm_kvevict.engine.errors import in_one_line
-from vllm_kvevict.engine.frontend import checks, plugin, requests
+from vllm_kvevict.engine.frontend import checks, kv_dtype, plugin, requests
 from vllm_kvevict.policies import EvictionConfig
 
 
@@ -204,6 +204,33 @@ def refusal_of_a_kv_dtype(model: str, **settings) -> str:
 def test_a_kv_dtype_that_is_not_the_models(model):
     sentence = refusal_of_a_kv_dtype(model, kv_cache_dtype="float16")
     assert "kv-cache-dtype" in sentence and "float16" in sentence and "bfloat16" in sentence
+
+
+SKIPS = {"kv_cache_dtype_skip_layers": ["0"]}
+WITH_INT8 = {
+    "--kv-cache-dtype-skip-layers": ("llama", SKIPS),
+    "speculative decoding by draft_model": ("llama", {"speculative_config": "llama"}),
+    "a model with layers of several kinds": ("gpt_oss", {}),
+    "--kv-eviction-config.kernels false": ("llama", {"kv_eviction_config": {"kernels": False}}),
+    "a model with heads of 32 numbers in float16": ("llama", {"dtype": "float16"}),
+}
+
+
+@pytest.mark.parametrize("words, given", WITH_INT8.items(), ids=WITH_INT8)
+def test_what_entries_in_8_bits_are_not_combined_with(models, monkeypatch, words, given):
+    architecture, settings = given
+    if "speculative_config" in settings:
+        drafter = str(models("llama", layers=1))
+        settings = {
+            "speculative_config": {"method": "draft_model", "model": drafter, "num_speculative_tokens": 2}
+        }
+    served = str(models(architecture))
+    sentence = refusal(served, kv_cache_dtype="int8_per_token_head", **settings)
+    assert f"--kv-cache-dtype int8_per_token_head and {words}: leave" in sentence
+    if settings is SKIPS:
+        configured(served, kv_cache_dtype="int8_per_token_head")
+        monkeypatch.setattr(kv_dtype, "this_device", lambda: devices.CUDA)
+        assert "and a GPU: leave" in refusal(served, kv_cache_dtype="int8_per_token_head")
 
 
 @pytest.mark.parametrize("page_size, block_size", [(32, 16), (96, 128), (256, 128)])

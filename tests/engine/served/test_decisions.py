@@ -38,10 +38,16 @@ def test_other_rotary_embeddings_are_undone(models):
 @pytest.mark.engine
 def test_a_real_model_and_real_prose():
     """Random models have attention that looks at everything alike. Here a few tokens take most of it, as in use."""
+    check(real_model(), EVICTING, prose())
+
+
+def prose() -> list[int]:
+    """A prompt of the real model, a text and a question."""
     tokenizer = AutoTokenizer.from_pretrained(real_model())
     question = tokenizer(QUESTION)["input_ids"]
-    prose = tokenizer(" ".join(texts.sentences()[:100]))["input_ids"]
-    check(real_model(), EVICTING, prose[: LENGTH - len(question)] + question)
+    text = tokenizer(" ".join(texts.sentences()[:100]))["input_ids"]
+    tokens: list[int] = text[: LENGTH - len(question)] + question
+    return tokens
 
 
 def check(model, policies, tokens=()):

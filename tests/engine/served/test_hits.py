@@ -3,7 +3,8 @@
 What is found is a compressed prefix, an uncompressed one, or turns of a conversation, whose first part may stay whole.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm import SamplingParams
 
 from tests.engine.support.conversations import SPOKEN, conversation, found_by, questions
 from tests.engine.support.running import (
+    CLOSE,
     Answer,
     Ask,
     assert_same,
@@ -23,6 +25,7 @@ from tests.engine.support.running import (
     run,
 )
 from vllm_kvevict.engine.scheduler.shared.tails import Tails
+from vllm_kvevict.kernels.layout import INT8
 from vllm_kvevict.policies import EvictionConfig, available
 from vllm_kvevict.policies.registry import policies_for_parts
 from vllm_kvevict.schedules.base import RankCapacity
@@ -35,7 +38,10 @@ SERVERS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 64},
     "TP 2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 128},
     "PP 2": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 128},
+    "8 bits": {"kv_cache_dtype": INT8},
 }
+ROUNDED = {"atol": 2e-3, "rtol": 2e-3}
+"""Where entries are rounded, the last bits of what is rounded decide of some; unrounded ones are 3e-3 away."""
 EVICTING = [policy for policy in available() if policy != "full"]
 ABLE = [policy for policy in policies_for_parts() if policy != "full"]
 OF_EACH_SCHEDULE = ("full", "ada-snapkv", "lava", "layer-defensivekv", "kvzip", "keydiff", "take", "h2o")
@@ -112,19 +118,24 @@ def chosen(name: str, kind: str) -> dict[str, Group]:
     policies: Sequence[str] = OF_EACH_SCHEDULE
     if kind == "turns" and "2" in name:
         policies = ("ada-snapkv", "lava", "kvzip")
-    is_all = name == "whole"
+    is_all = name in ("whole", "8 bits")
     return {label: group for label, group in KINDS[kind].items() if is_all or label.split(",")[0] in policies}
 
 
 @pytest.fixture(scope="module")
-def read(model) -> dict[tuple[str, str], list[Answer]]:
-    """What each request says and keeps that reads its whole prompt."""
-    with evicting_engine(model, eviction=OPTIONS, **BASE) as llm:
-        return {
-            (kind, label): run(llm, group.asks, logits=True)
-            for kind, groups in KINDS.items()
-            for label, group in groups.items()
-        }
+def read(model) -> Callable[[str], dict[tuple[str, str], list[Answer]]]:
+    """What each request says and keeps that reads its whole prompt, by the type of the KV cache."""
+
+    @functools.cache
+    def read(kv_dtype: str) -> dict[tuple[str, str], list[Answer]]:
+        with evicting_engine(model, eviction=OPTIONS, kv_cache_dtype=kv_dtype, **BASE) as llm:
+            return {
+                (kind, label): run(llm, group.asks, logits=True)
+                for kind, groups in KINDS.items()
+                for label, group in groups.items()
+            }
+
+    return read
 
 
 def without_tails(monkeypatch) -> None:
@@ -139,15 +150,17 @@ def test_hits_say_what_misses_say(name: str, kind: str, model, read, monkeypatch
     if kind == "turns":
         without_tails(monkeypatch)
     groups, is_exact = chosen(name, kind), kind == "uncompressed"
+    kv_dtype = SERVERS[name].get("kv_cache_dtype", "auto")
+    missed, tolerance = read(kv_dtype), ROUNDED if kv_dtype == INT8 else CLOSE
     how = {"logits": name == "whole" or kind != "turns", "recorded": is_exact}
     with evicting_engine(model, eviction=OPTIONS, **{**CACHING, **SERVERS[name]}) as llm:
 
         def say(label: str, is_led: bool = False) -> int:
             """Ask a group; the tokens that it finds."""
-            asks, before, expected = groups[label].asks, metric(llm, "prefix_cache_hits"), read[kind, label]
+            asks, before, expected = groups[label].asks, metric(llm, "prefix_cache_hits"), missed[kind, label]
             batches = [[ask] for ask in asks] if is_led else [asks]
             answers = [answer for batch in batches for answer in run(llm, batch, **how)]
-            assert_same(expected, answers, kept=is_exact)
+            assert_same(expected, answers, kept=is_exact and kv_dtype != INT8, **tolerance)
             return metric(llm, "prefix_cache_hits") - before
 
         for label, group in groups.items():

@@ -37,6 +37,7 @@ def masked_logits(
     dtype: torch.dtype = torch.float32,
     seen: torch.Tensor | None = None,
     images: Mapping[str, torch.Tensor] | None = None,
+    stored: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
     watch: Callable[[int, torch.Tensor, torch.Tensor, float, torch.Tensor], Any] | None = None,
 ) -> torch.Tensor:
     """Logits from which each generated token was chosen, [generated, vocabulary].
@@ -45,6 +46,7 @@ def masked_logits(
         events: evictions; the rows behind each see only what it keeps.
         seen: bool [tokens, tokens], what each row may see where it sees no window; None: whatever is not behind it.
         images: what a model that reads images is given beside the prompt's tokens.
+        stored: makes of a layer's keys and values what is stored of them; None: they are stored as they are.
         watch: is given the queries, keys ([heads, tokens, d]), scale and values of each layer that is evicted.
     """
     layers = evicted_layers(model)
@@ -61,6 +63,8 @@ def masked_logits(
             width = sliding_window + WIDER.get(module.config.model_type, 0)
             visible &= torch.ones(n, n, dtype=torch.bool).triu(1 - width)
         evicted = layers.index(module.layer_idx) if module.layer_idx in layers else None
+        if stored is not None:
+            key, value = stored(key, value)
         if watch is not None and evicted is not None:
             watch(evicted, query[0], key[0], scaling, value[0])
         for position, stays in events:
@@ -140,6 +144,7 @@ def layer_inputs(
     events: Events = (),
     chunk: int | None = None,
     sees: str = "all",
+    **settings: Any,
 ) -> list[LayerInputs]:
     """What policies may read of each layer of a prompt, from a token on, once that was computed and repeated; no
     projections and rotations where the model has other layers, too.
@@ -148,6 +153,7 @@ def layer_inputs(
         events: evictions of what is before.
         chunk: tokens that are repeated at once; None: all.
         sees: what the rows that repeat a chunk attend to: all, or the chunk, the sinks and themselves.
+        settings: of :func:`masked_logits`.
     """
     n, stored = len(prompt), events[-1][1] if events else {}
     tensors: dict[int, tuple[Any, ...]] = {}
@@ -160,9 +166,8 @@ def layer_inputs(
             seen = torch.ones(n + len(rows), n + len(rows), dtype=torch.bool)
             seen[n:, :n] = False
             seen[n:, [*range(min(SINKS, start)), *part]] = True
-        masked_logits(
-            model, prompt + rows, [], events, seen=seen, watch=lambda layer, *of: tensors.update({layer: of})
-        )
+        watch = lambda layer, *of: tensors.update({layer: of})  # noqa: E731
+        masked_logits(model, prompt + rows, [], events, seen=seen, watch=watch, **settings)
         for layer, (query, key, scale, _) in tensors.items():
             sinks = (
                 [row[:SINKS] for row in stored[layer]] if stored else [range(min(SINKS, start))] * len(key)

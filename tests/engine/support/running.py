@@ -121,18 +121,19 @@ class Answer:
     prompt: list[int] = field(default_factory=list)
 
 
-WITH_EXTRA_ROWS = {
+OTHER_NAMES = {
     "max_num_seqs": "max_num_active_seqs",
     "max_num_batched_tokens": "max_num_scheduled_tokens",
+    "kv_cache_dtype": "cache_dtype",
 }
-"""What bounds a step where workers get buffers for more."""
+"""Of settings in vLLM's configuration, some of them where workers get buffers for more."""
 
 
 def check_taken(settings: dict[str, Any], vllm_config: Any) -> None:
     """vLLM overrules some settings, depending on the platform: what tests them would then be another test's copy."""
     parts = [vars(part) for part in vars(vllm_config).values() if dataclasses.is_dataclass(part)]
     for name, given in settings.items():
-        names = {name, WITH_EXTRA_ROWS.get(name)}
+        names = {name, OTHER_NAMES.get(name)}
         found = [value for part in parts for field, value in part.items() if field in names]
         if found and given is not None:
             assert given in found or f"torch.{given}" in map(str, found), (
@@ -258,13 +259,15 @@ def tokens_of(answers: Sequence[Answer]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def assert_same(expected: Sequence[Answer], answers: Sequence[Answer], kept: bool = True) -> None:
+def assert_same(
+    expected: Sequence[Answer], answers: Sequence[Answer], kept: bool = True, **tolerance: float
+) -> None:
     """The same tokens, from the same entries unless told otherwise, and equal logits where both have some."""
     for index, (one, other) in enumerate(zip(expected, answers, strict=True)):
         assert one.tokens == other.tokens, index
         assert not kept or one.kept == other.kept, index
         if one.logits.numel() and other.logits.numel():
-            torch.testing.assert_close(one.logits, other.logits, **CLOSE)
+            torch.testing.assert_close(one.logits, other.logits, **(tolerance or CLOSE))
 
 
 def decided(llm: LLM, outputs: Sequence[Any]) -> list[Answer]:

@@ -102,10 +102,9 @@ def test_tokens_that_are_not_in_the_order_of_requests(lengths, most_new_tokens, 
 def test_a_request_that_is_read_layer_by_layer(fewest, serves):
     cache = _cache()
     request = lay_out_by_layer(cache, cache.open(), slice(5, 35), fewest)
-    assert (request.prefill is not None) is serves
-    if serves:
-        assert request.prefill.tokens.tolist() == list(range(5, 35))
-        assert request.prefill.new_tokens.tolist() == [30]
+    assert request.is_prefilled is serves
+    assert request.served.tokens.tolist() == list(range(5, 35))
+    assert request.served.new_tokens.tolist() == [30]
 
 
 @settings(deadline=None)

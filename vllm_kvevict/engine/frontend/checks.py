@@ -12,6 +12,7 @@ from vllm_kvevict.engine.config import KEY, KVEvictionError, Options, require_op
 from vllm_kvevict.engine.decoding import LEAST_BUDGET
 from vllm_kvevict.engine.devices import CPU, Device, this_device
 from vllm_kvevict.engine.errors import other_scheduler
+from vllm_kvevict.engine.frontend.kv_dtype import check_kv_dtype
 from vllm_kvevict.engine.layers import (
     BOTH,
     DRAFTERS,
@@ -21,8 +22,9 @@ from vllm_kvevict.engine.layers import (
     LayerMap,
     layer_types,
 )
-from vllm_kvevict.engine.memory import evicted_layers_of_stages, layout_of
+from vllm_kvevict.engine.memory import FLOATS, evicted_layers_of_stages
 from vllm_kvevict.kernels import processor
+from vllm_kvevict.kernels.layout import INT8
 from vllm_kvevict.policies import EvictionConfig
 from vllm_kvevict.schedules.registry import schedule_for
 
@@ -31,10 +33,6 @@ BIDIRECTIONAL = "models whose images are attended to in both directions"
 
 METHODS = "ngram", "suffix", *DRAFTERS
 """Methods of speculative decoding that can be served."""
-
-FLOATS = {"auto", "float32", "float16", "bfloat16"}
-"""Values of ``--kv-cache-dtype`` that pages may hold."""
-
 
 SCHEDULERS = "vllm_kvevict.engine.scheduler.scheduler"
 """The module of our schedulers, which the front-end does not import."""
@@ -134,8 +132,8 @@ def _conflicts(args: Any) -> dict[str, dict[str, Any]]:
             "--decode-context-parallel-size": args.decode_context_parallel_size > 1,
             "--prefill-context-parallel-size": args.prefill_context_parallel_size > 1,
         },
-        "KV pages have the model's own dtype": {
-            f"--kv-cache-dtype {args.kv_cache_dtype}": args.kv_cache_dtype not in FLOATS
+        f"KV pages have the model's own dtype, or {INT8}": {
+            f"--kv-cache-dtype {args.kv_cache_dtype}": args.kv_cache_dtype not in (*FLOATS, INT8)
         },
         "every layer needs KV of its own": {"--kv-sharing-fast-prefill": args.kv_sharing_fast_prefill},
         "what is kept free for answers is --kv-eviction-config.decode_reserve": {
@@ -181,7 +179,7 @@ def check_model(vllm_config: Any) -> None:
         _check_speculation(vllm_config)
     if not LayerMap.predicted(vllm_config).all_evicted:
         _check_mixed_layers(vllm_config)
-    _check_kv_dtype(vllm_config)
+    check_kv_dtype(vllm_config)
     _check_page_size(vllm_config)
     lookahead = require_options(vllm_config).lookahead
     if lookahead >= model.max_model_len:
@@ -328,28 +326,6 @@ def _unsupported_kinds(vllm_config: Any) -> dict[str, bool]:
         "models that skip attention in some layers": model.has_noops,
         "models whose layers have different heads": model.model_arch_config.per_layer_overrides is not None,
     }
-
-
-def _check_kv_dtype(vllm_config: Any) -> None:
-    """Refuse a KV cache in another type than the model's, also where the checkpoint asks for it."""
-    model, given = vllm_config.model_config, vllm_config.cache_config.cache_dtype
-    dtype = layout_of(vllm_config)["key"].dtype
-    # What "auto" means vLLM says of some checkpoints here already, of others when a worker builds the layers.
-    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
-    asked = "fp8" if given == "auto" and scheme is not None else given
-    if asked not in FLOATS:
-        advice = f"--kv-cache-dtype {dtype}"
-        if dtype == "float32":  # which vLLM has no such flag for
-            advice = "--dtype and --kv-cache-dtype to bfloat16"
-        raise KVEvictionError(
-            f"--kv-eviction cannot serve {model.model} as it is: the checkpoint asks for a KV cache of type {asked}, "
-            f"but KV pages have the model's dtype, {dtype}, so set {advice}"
-        )
-    if given not in ("auto", dtype):
-        raise KVEvictionError(
-            f"--kv-eviction cannot be combined with --kv-cache-dtype {given}: KV pages have the model's dtype, "
-            f"{dtype}, so set it to {'auto' if dtype == 'float32' else dtype}"
-        )
 
 
 def check_policy(vllm_config: Any, config: EvictionConfig, name: str = "--kv-eviction") -> None:

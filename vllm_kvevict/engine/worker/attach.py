@@ -28,8 +28,9 @@ from vllm_kvevict.engine.worker.pages import Pages
 from vllm_kvevict.engine.worker.prefixes import CachedPrefixes
 from vllm_kvevict.engine.worker.projection import OutputProjections
 from vllm_kvevict.engine.worker.rotary import ModelRotary
+from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import BatchRows
-from vllm_kvevict.kernels.layout import KVLayout
+from vllm_kvevict.kernels.layout import INT8, KVLayout
 from vllm_kvevict.kernels.prefill_attention import FEWEST_TOKENS, PrefillAttention
 from vllm_kvevict.parallel import TensorComm
 from vllm_kvevict.policies.inputs import PROJECTIONS, ROTARY_EMBEDDING
@@ -199,8 +200,7 @@ def attach(
     group, softcap = first.num_heads // first.num_kv_heads, first.impl.softcap
     uses_our_kernel = options.kernels and first.impl.sinks is None
     may_serve = group if uses_our_kernel and not softcap else None
-    pages = device.load(device.pages)(storage, layout, vllm_config, may_serve)
-    memory = PageMemory.probe(storage, layout, pages.write)
+    pages, memory = _pages(device, storage, layout, vllm_config, may_serve, first)
     cache = _cache(memory, len(layers), pages.uses_triton, max_requests, is_empty=block_pages is not None)
     projections, rotary = _parts_of(model, layers, vllm_config, options)
     windows = pages.window_attention, options.kernel_windows
@@ -224,6 +224,38 @@ def attach(
         num_blocks=kv_cache_config.num_blocks,
         capacity=_capacity(kv_cache_config.num_blocks - kept, cache, block_pages),
     )
+
+
+def _pages(
+    device: Device,
+    storage: Tensor,
+    layout: KVLayout,
+    vllm_config: VllmConfig,
+    may_serve: int | None,
+    layer: Attention,
+) -> tuple[Pages, PageMemory]:
+    """The pages, and their memory; raises KVEvictionError where no kernel can serve them.
+
+    Args:
+        may_serve: query heads of a KV head, if our kernels may serve pages in the model's dtype.
+        layer: one of those that are evicted.
+    """
+    if not layout.is_quantised:
+        pages: Pages = device.load(device.pages)(storage, layout, vllm_config, may_serve)
+        return pages, PageMemory.probe(storage, layout, pages.write)
+    assert device.quantised_pages is not None
+    if layer.impl.softcap or layer.impl.sinks is not None:
+        raise KVEvictionError(
+            f"--kv-eviction cannot be combined with --kv-cache-dtype {INT8} and a model with soft caps or attention "
+            "sinks: leave --kv-cache-dtype out"
+        )
+    try:
+        pages = device.load(device.quantised_pages)(storage, layout, vllm_config)
+    except BuildError as error:
+        raise KVEvictionError(
+            f"--kv-eviction cannot serve --kv-cache-dtype {INT8}: {error}, or leave the flag out"
+        ) from None
+    return pages, PageMemory.quantised(storage, layout, pages.write)
 
 
 def _cache(

@@ -95,7 +95,8 @@ class RaggedImpl(AttentionImpl):
         if attn_metadata is None or attn_metadata.batch is None:
             return output.zero_()
         runtime, batch = get_runtime(), attn_metadata.batch
-        index = runtime.rank.layer_index[layer.layer_name]
+        pages, index = runtime.rank.pages, runtime.rank.layer_index[layer.layer_name]
+        key, value = pages.encode(key, value)
         if batch.decodes:
             runtime.rank.decode(index, batch.decodes, query, key, value, output, self.scale)
         if batch.entry_slots is not None:
@@ -107,10 +108,10 @@ class RaggedImpl(AttentionImpl):
         if attn_metadata.evictions:
             not_stored = {
                 request.request_slot: FreshEntries(
-                    index, {"key": key[request.rows], "value": value[request.rows]}
+                    index, pages.fields(key[request.rows], value[request.rows])
                 )
                 for request in batch.by_layer
-                if request.prefill is not None
+                if request.is_prefilled
             }
             step = LayerStep(index, query, self.scale, self.softcap, not_stored)
             runtime.after_attention(attn_metadata, step)
@@ -146,11 +147,14 @@ class RaggedImpl(AttentionImpl):
         """The same for a request that takes the layer's pages only now, or when it is evicted there."""
         rank, rows, heads = get_runtime().rank, request.rows, self.num_kv_heads
         tokens = rows.stop - rows.start
-        if request.prefill is not None:
+        if request.is_prefilled:
             rank.cache.expect(request.request_slot, layer, tokens)
-            rank.prefill(None, request.prefill, query, key, value, output, self.scale, self.sinks)
+            rank.prefill(None, request.served, query, key, value, output, self.scale, self.sinks)
             return
         entry_slots, table = rank.cache.fill(request.request_slot, layer, tokens)
+        if rank.pages.attend is None:
+            rank.decode(layer, request.served, query, key, value, output, self.scale)
+            return
         rank.pages.append(key[rows], value[rows], entry_slots)
         by_head = query[rows].reshape(tokens, heads, -1, self.head_size).transpose(0, 1)
         queries = by_head.flatten(0, 1).contiguous()
@@ -160,9 +164,10 @@ class RaggedImpl(AttentionImpl):
 
     def _attend(self, queries: Tensor, output: Tensor, sequences: Sequences) -> None:
         """Attention of every sequence, arguments as of :meth:`Pages.attend`."""
-        pages = get_runtime().rank.pages
+        attend = get_runtime().rank.pages.attend
+        assert attend is not None
         if self.sinks is None:
-            pages.attend(queries, output, sequences, self.scale, self.softcap)
+            attend(queries, output, sequences, self.scale, self.softcap)
             return
         # Each query head has a sink of its own, and a call knows the query heads of one KV head.
         for rows, of_head, sinks in zip(
@@ -171,5 +176,5 @@ class RaggedImpl(AttentionImpl):
             strict=True,
         ):
             part = torch.empty_like(queries[rows])
-            pages.attend(queries[rows], part, of_head, self.scale, self.softcap, sinks)
+            attend(queries[rows], part, of_head, self.scale, self.softcap, sinks)
             output[rows] = part

@@ -110,14 +110,16 @@ class ByLayer:
         rows: its tokens in the batch.
         seq_lens: [H] int32, T of each head.
         query_start_loc: [H + 1] int32.
-        prefill: it as a request that our kernel for prompts serves, None where paged attention does.
+        served: it as a request that one of our kernels serves.
+        is_prefilled: whether our kernel for prompts does; paged attention otherwise, where there is one.
     """
 
     request_slot: int
     rows: slice
     seq_lens: Tensor
     query_start_loc: Tensor
-    prefill: Served | None
+    served: Served
+    is_prefilled: bool
 
     def sequences(self, table: Tensor) -> Sequences:
         """What a layer reads whose pages are in ``table`` (int32 [H, pages])."""
@@ -158,12 +160,10 @@ def lay_out_by_layer(
     tokens, heads, device = rows.stop - rows.start, cache.num_kv_heads, cache.device
     cache.announce(request_slot, tokens)
     starts = torch.arange(heads + 1, dtype=torch.int32, device=device) * tokens
-    prefill = None
-    if fewest_prefilled is not None and tokens >= fewest_prefilled:
-        slots = torch.tensor([request_slot], device=device)
-        places = torch.arange(rows.start, rows.stop, device=device)
-        prefill = Served(slots, places, starts.diff()[:1])
-    return ByLayer(request_slot, rows, starts.diff(), starts, prefill)
+    slots = torch.tensor([request_slot], device=device)
+    served = Served(slots, torch.arange(rows.start, rows.stop, device=device), starts.diff()[:1])
+    is_prefilled = fewest_prefilled is not None and tokens >= fewest_prefilled
+    return ByLayer(request_slot, rows, starts.diff(), starts, served, is_prefilled)
 
 
 def lay_out(

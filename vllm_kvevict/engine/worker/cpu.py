@@ -3,7 +3,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,17 +12,20 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.cache.format import dtype_of
+from vllm_kvevict.engine.memory import FLOATS
 from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.engine.worker.calibration import Shape, time_decodes, time_prefills
+from vllm_kvevict.engine.worker.pages import AsComputed
 from vllm_kvevict.engine.worker.timings import Times, kept, times_file
 from vllm_kvevict.kernels import decode_attention, prefill_attention
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
-from vllm_kvevict.kernels.layout import KVLayout
+from vllm_kvevict.kernels.layout import INT8, KVLayout
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 from vllm_kvevict.kernels.processor import level
 
@@ -37,6 +40,16 @@ class RaggedCPUBackend(CPUAttentionBackend):
 
     forward_includes_kv_cache_update = True
 
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*FLOATS, INT8]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Make room for the scales of entries in 8 bits."""
+        if spec.kv_quant_mode is not KVQuantMode.INT8_PER_TOKEN_HEAD:
+            return spec
+        entry = KVLayout.of_heads(1, 1, 1, spec.head_size, "", is_quantised=True)
+        return replace(spec, state_content_bytes=entry.entry_bytes)
+
     @staticmethod
     def get_impl_cls() -> type[RaggedImpl]:  # type: ignore[override]
         return RaggedImpl
@@ -50,7 +63,7 @@ class RaggedCPUBackend(CPUAttentionBackend):
         return block_sizes()
 
 
-class CPUPages:
+class CPUPages(AsComputed):
     """The pool as vLLM's paged CPU op stores and reads it, in an order of a page that depends on the processor.
 
     With AMX the op has another order for bfloat16, which our kernels cannot read. The constructor times both: where our

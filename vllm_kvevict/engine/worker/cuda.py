@@ -11,8 +11,10 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY
+from vllm_kvevict.engine.memory import FLOATS
 from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
 from vllm_kvevict.engine.worker.batch import Sequences
+from vllm_kvevict.engine.worker.pages import AsComputed
 from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.kernels.paged_decode import PagedDecode
 from vllm_kvevict.kernels.window_attention import window_attention as attend_from_window
@@ -37,7 +39,7 @@ class RaggedCUDABackend(AttentionBackend):
     """vLLM's CUSTOM backend in engines that evict."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "float32"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*FLOATS]
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -69,7 +71,7 @@ class RaggedCUDABackend(AttentionBackend):
         return capability >= DeviceCapability(8, 0)
 
 
-class CUDAPages:
+class CUDAPages(AsComputed):
     """The pool as [pages, keys and values, page_size, head_dim], which FlashAttention reads as pages of one head.
 
     Args:

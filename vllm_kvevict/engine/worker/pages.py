@@ -1,5 +1,6 @@
-"""What a device's pages can do; :class:`CPUPages` and :class:`CUDAPages` are the two there are."""
+"""What a device's pages can do; those there are: :class:`CPUPages`, :class:`QuantisedCPUPages`, :class:`CUDAPages`."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -8,6 +9,27 @@ from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 from vllm_kvevict.schedules.inputs import WindowAttention
+
+
+class Attend(Protocol):
+    """Causal attention of every sequence, whose queries are its last tokens."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        output: Tensor,
+        sequences: Sequences,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Attend.
+
+        Args:
+            queries: [N, group, head_dim], sequence after sequence.
+            output: likewise, contiguous, filled in place.
+            sinks: [group], logits beside those of the keys, which take a share of the attention and give nothing.
+        """
 
 
 class Pages(Protocol):
@@ -20,37 +42,40 @@ class Pages(Protocol):
     def window_attention(self) -> WindowAttention | None:
         """What tokens receive of the window's attention, from pages; None where policies read the keys."""
 
-    def write(self, storage: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
-        """Write entries into pages of any storage.
+    def write(self, storage: Tensor, *entries_and_slots: Tensor) -> None:
+        """Write entries into pages of any storage, as of :data:`vllm_kvevict.cache.format.Write`."""
+
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Any, Any]:
+        """A step's keys and values, [T, H, head_dim] each, as they are stored: both can be sliced by tokens."""
+
+    def fields(self, keys: Any, values: Any) -> Mapping[str, Tensor]:
+        """Encoded keys and values by the names of their fields, [T, H, numbers] each."""
+
+    def append(self, keys: Any, values: Any, entry_slots: Tensor) -> None:
+        """Write a step's entries, encoded, into the pool.
 
         Args:
-            storage: [pages, page_elements], as of :mod:`vllm_kvevict.kernels.layout`.
-            keys, values: [N, head_dim].
-            entry_slots: int64 [N], page * page_size + offset; what is negative is skipped.
+            entry_slots: int64 [T * H], page * page_size + offset; what is negative is skipped.
         """
 
-    def append(self, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
-        """Write a step's entries into the pool: keys, values [T, H, head_dim], slots int64 [T * H] as above."""
-
-    def attend(
-        self,
-        queries: Tensor,
-        output: Tensor,
-        sequences: Sequences,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """Causal attention of every sequence, whose queries are its last tokens.
-
-        Args:
-            queries: [N, group, head_dim], sequence after sequence.
-            output: likewise, contiguous, filled in place.
-            sinks: [group], logits beside those of the keys, which take a share of the attention and give nothing.
-        """
+    @property
+    def attend(self) -> Attend | None:
+        """Causal attention over the pool; None where the project's kernels serve all that there is."""
 
     def decode_attention(self, cache: PagedKVCache, group: int, softcap: float) -> Any:
         """The project's kernel for decodes, None where :meth:`attend` serves them too; it knows no sinks."""
 
     def prefill_attention(self, cache: PagedKVCache, group: int) -> PrefillAttention | None:
         """The project's kernel for prompts, None where :meth:`attend` serves them; it leaves storing to `append`."""
+
+
+class AsComputed:
+    """Pages whose entries are stored as the model computes them."""
+
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """As of :meth:`Pages.encode`."""
+        return keys, values
+
+    def fields(self, keys: Tensor, values: Tensor) -> Mapping[str, Tensor]:
+        """As of :meth:`Pages.fields`."""
+        return {"key": keys, "value": values}
