@@ -214,6 +214,6 @@ def page_fields(
 ) -> tuple[Tensor, Tensor] | tuple[Quantised, Quantised]:
     """Views of the keys and the values in pages, [pages, page_size, head_dim] each."""
     if pages.dtype == torch.int8:
-        return fields(pages, page_size)
+        return fields(pages, page_size, keys_are_transposed)
     keys, values = pages.unflatten(1, (2, page_size, -1)).unbind(1)
     return keys.reshape(len(pages), keys.shape[2], page_size).mT if keys_are_transposed else keys, values

@@ -10,9 +10,9 @@ Pages of keys and values, as kernels read them, [pages, page_elements] and conti
 Which order a page has depends on the processor (:mod:`vllm_kvevict.cache.format`); sizes do not. A field can also lie
 aside, in a tensor [pages, page_size * numbers] of its own, where an entry has the same page and the same place.
 
-Entries in 8 bits have keys and values in int8, and a scale of each; a page of them on a CPU, in bytes:
+Entries in 8 bits have keys and values in int8, and a scale of each; a page of them, in bytes:
 
-    keys          [head_dim, page_size]
+    keys          [page_size, head_dim], or transposed
     key scales    [page_size], fp32
     value scales  [page_size], fp32
     values        [page_size, head_dim]

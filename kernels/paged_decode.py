@@ -14,6 +14,9 @@ from torch import Tensor
 
 from vllm_kvevict.kernels import decode_attention
 from vllm_kvevict.kernels.decode_attention import BatchRows
+from vllm_kvevict.kernels.quantise import SCALE_BYTES, Quantised
+from vllm_kvevict.kernels.rotate_and_round import rotate
+from vllm_kvevict.kernels.write_entries import parts_of, scales_of_keys
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _SHORTEST_PART = tl.constexpr(256)  # entries; less is not worth another program
@@ -54,6 +57,8 @@ def _store(
     value,
     value_token,
     value_head,
+    key_scales,
+    value_scales,
     arena,
     starts,
     lengths,
@@ -61,6 +66,7 @@ def _store(
     request_slots,
     first,
     tokens,
+    PAGE_ELEMENTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -76,10 +82,15 @@ def _store(
     token = _token(tokens, request)
     dim = tl.arange(0, BLOCK_D)
     mask = dim < HEAD_DIM
-    entry = pages + page * (2 * PAGE_SIZE * HEAD_DIM) + last % PAGE_SIZE * HEAD_DIM + dim
+    entry = pages + page * PAGE_ELEMENTS + last % PAGE_SIZE * HEAD_DIM + dim
     tl.store(entry, tl.load(key + token * key_token + head * key_head + dim, mask=mask), mask=mask)
     new_value = tl.load(value + token * value_token + head * value_head + dim, mask=mask)
-    tl.store(entry + PAGE_SIZE * HEAD_DIM, new_value, mask=mask)
+    tl.store(entry + (PAGE_ELEMENTS - PAGE_SIZE * HEAD_DIM), new_value, mask=mask)
+    if key_scales is not None:
+        scale = scales_of_keys(pages, page, last % PAGE_SIZE, PAGE_SIZE, HEAD_DIM, PAGE_ELEMENTS)
+        new = token * tl.num_programs(1) + head
+        tl.store(scale, tl.load(key_scales + new))
+        tl.store(scale + PAGE_SIZE, tl.load(value_scales + new))
 
 
 @triton.jit
@@ -92,6 +103,7 @@ def _attend_to_part(
     scale,
     softcap,
     BLOCK_G: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -107,12 +119,15 @@ def _attend_to_part(
     for block in range(begin, end, BLOCK_N):
         entry = block + tl.arange(0, BLOCK_N)
         page = tl.load(table + entry // PAGE_SIZE, mask=entry < end, other=0).to(tl.int64)
-        place = page * (2 * PAGE_SIZE * HEAD_DIM) + entry % PAGE_SIZE * HEAD_DIM
+        place = page * PAGE_ELEMENTS + entry % PAGE_SIZE * HEAD_DIM
         keys = pages + place[:, None] + dim[None, :]
         # What lies behind the last entry may be NaN, which a weight of 0 would not undo.
         mask = (entry < end)[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(keys, mask=mask, other=0)
+        k = tl.load(keys, mask=mask, other=0).to(q.dtype)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if pages.dtype.element_ty == tl.int8:
+            scales = scales_of_keys(pages, page, entry % PAGE_SIZE, PAGE_SIZE, HEAD_DIM, PAGE_ELEMENTS)
+            logits *= tl.load(scales, mask=entry < end, other=0)[None, :]
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (1 + exp(2 x))
             logits = softcap - 2 * softcap / (1 + tl.exp(2 * logits / softcap))
@@ -122,8 +137,10 @@ def _attend_to_part(
         fade = tl.exp2(top - new_top)
         top = new_top
         total = total * fade + tl.sum(weights, 1)
-        v = tl.load(keys + PAGE_SIZE * HEAD_DIM, mask=mask, other=0)
-        sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None], input_precision="ieee")
+        v = tl.load(keys + (PAGE_ELEMENTS - PAGE_SIZE * HEAD_DIM), mask=mask, other=0).to(q.dtype)
+        if pages.dtype.element_ty == tl.int8:
+            weights *= tl.load(scales + PAGE_SIZE, mask=entry < end, other=0)[None, :]
+        sums = tl.dot(weights.to(q.dtype), v, sums * fade[:, None], input_precision="ieee")
     return top, total, sums
 
 
@@ -146,6 +163,7 @@ def _attend(
     softcap,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -174,7 +192,7 @@ def _attend(
         end = tl.minimum((part + 1) * part_length, length)
         top, total, sums = _attend_to_part(
             pages, table, part * part_length, end, q, scale, softcap,
-            BLOCK_G, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP,
+            BLOCK_G, PAGE_ELEMENTS, PAGE_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP,
         )  # fmt: skip
         # [R, Hq, PARTS], and as many entries.
         place = ((request * tl.num_programs(1) + head) * GROUP + member) * PARTS + part
@@ -226,13 +244,15 @@ class PagedDecode:
     arguments only. Kernels are compiled by the first call of their kind, which must not be recorded in a CUDA graph.
 
     Args:
-        pages: [pages, page_elements], contiguous, fp32, bf16 or fp16, in rows (:mod:`vllm_kvevict.kernels.layout`).
+        pages: [pages, page_elements], contiguous, fp32, bf16, fp16 or int8, in rows
+            (:mod:`vllm_kvevict.kernels.layout`).
         page_size: entries per page.
         max_requests: the largest batch.
         num_kv_heads: KV heads of a layer.
         group: query heads per KV head.
         softcap: c > 0 turns each scaled logit z into c * tanh(z / c).
         num_sms: multiprocessors of the device.
+        dtype: of queries and output; None: that of the pages.
 
     Attributes:
         arena_address: int64 [1], where the arena lies that :meth:`set_arena` was last given.
@@ -250,12 +270,15 @@ class PagedDecode:
         group: int,
         softcap: float = 0.0,
         num_sms: int = 132,
+        dtype: torch.dtype | None = None,
     ):
         self.pages, self.page_size, self.max_requests = pages, page_size, max_requests
         self.num_kv_heads, self.group, self.softcap = num_kv_heads, group, softcap
-        self.head_dim = pages.shape[1] // (2 * page_size)
+        scales = 2 * SCALE_BYTES if pages.dtype == torch.int8 else 0
+        self.head_dim = (pages.shape[1] // page_size - scales) // 2
+        self.dtype = dtype or pages.dtype
         self.block_d = triton.next_power_of_2(self.head_dim)
-        self.block_n = min(max(_TILE_BYTES // (self.block_d * pages.element_size()), 16), 64)
+        self.block_n = min(max(_TILE_BYTES // (self.block_d * self.dtype.itemsize), 16), 64)
         self.num_sms = num_sms
         heads = max_requests * num_kv_heads * group
         self.parts = _parts(num_kv_heads, num_sms, heads * self.head_dim * 4)
@@ -263,6 +286,9 @@ class PagedDecode:
         self._arena: Tensor | None = None
         self._partial = pages.new_empty(heads * self.parts * self.head_dim, dtype=torch.float32)
         self._log_sums = pages.new_empty(heads * self.parts, dtype=torch.float32)
+        self._rotated = pages.new_empty(
+            max_requests, num_kv_heads * group, self.head_dim if scales else 0, dtype=self.dtype
+        )
 
     def set_arena(self, arena: Tensor) -> None:
         """Say where the arena, int32 [size], lies from now on, for calls whose ``rows.arena`` is :attr:`arena_address`;
@@ -273,8 +299,8 @@ class PagedDecode:
     def __call__(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | Quantised,
+        value: Tensor | Quantised,
         output: Tensor,
         rows: BatchRows,
         tokens: Tensor | None,
@@ -285,8 +311,9 @@ class PagedDecode:
         A request whose request slot is negative is skipped: nothing is read or stored for it, and its output is 0.
 
         Args:
-            query: [T, Hq, head_dim], the dtype of the pages; tokens and heads may lie apart.
-            key, value: [T, Hkv, head_dim], likewise. Hq / Hkv query heads share a KV head.
+            query: [T, Hq, head_dim], of this dtype; tokens and heads may lie apart.
+            key, value: [T, Hkv, head_dim], likewise; for pages of int8 quantised, keys rotated, while queries are not.
+                Hq / Hkv query heads share a KV head.
             output: as the query, filled in place for the tokens below.
             rows: of the batch, R requests; the arena may be :attr:`arena_address` instead.
             tokens: int64 [R], of each request its token among the T, no two the same; None: the first R, in order.
@@ -294,15 +321,21 @@ class PagedDecode:
 
         Raises:
             ValueError: more than max_requests requests, other numbers of heads than announced, or an entry whose
-                elements lie apart.
+                elements lie apart, or that is quantised where pages are not, or the other way round.
         """
         requests = rows.request_slots.numel()
-        self._check(requests, query, key, value, output)
+        (keys, key_scales), (values, value_scales) = parts_of(key, self.pages), parts_of(value, self.pages)
+        self._check(requests, query, keys, values, output)
         if not requests:
             return
-        where = (rows.lengths, rows.lengths.shape[1], rows.request_slots, rows.first, tokens)
-        self._store(key, value, rows, where)
-        self._attend(query, rows, where, scale)
+        of_rows = rows.lengths, rows.lengths.shape[1], rows.request_slots, rows.first
+        where = (*of_rows, tokens)
+        self._store(keys, values, (key_scales, value_scales), rows, where)
+        if key_scales is None:
+            self._attend(query, rows, where, scale)
+        else:
+            rotated = rotate(query, tokens, self._rotated[:requests])
+            self._attend(rotated, rows, (*of_rows, None), scale)
         self._combine(output, where)
 
     def _check(self, requests: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
@@ -316,7 +349,7 @@ class PagedDecode:
                     f"{list(matrix.shape)}, strides {matrix.stride()}"
                 )
 
-    def _store(self, key: Tensor, value: Tensor, rows: BatchRows, where: tuple) -> None:
+    def _store(self, key: Tensor, value: Tensor, scales: tuple, rows: BatchRows, where: tuple) -> None:
         """Store the new entries; ``where`` says of each request which rows it has and which token is new."""
         _store[rows.request_slots.numel(), self.num_kv_heads](
             self.pages,
@@ -324,9 +357,11 @@ class PagedDecode:
             *key.stride()[:2],
             value,
             *value.stride()[:2],
+            *scales,
             rows.arena,
             rows.starts,
             *where,
+            PAGE_ELEMENTS=self.pages.shape[1],
             PAGE_SIZE=self.page_size,
             HEAD_DIM=self.head_dim,
             BLOCK_D=self.block_d,
@@ -350,6 +385,7 @@ class PagedDecode:
             self.softcap,
             GROUP=self.group,
             BLOCK_G=max(triton.next_power_of_2(self.group), 16),
+            PAGE_ELEMENTS=self.pages.shape[1],
             PAGE_SIZE=self.page_size,
             HEAD_DIM=self.head_dim,
             BLOCK_D=self.block_d,

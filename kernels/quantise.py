@@ -8,9 +8,10 @@ keeps dot products, so queries are rotated instead of keys back.
 Where an entry has NaN or inf, its scale is NaN or inf and its numbers are 0: whoever reads it gets NaN. A rotated key
 with an inf can become NaN.
 
-A page is int8 [page_size * (2 * head_dim + 8)]:
+A page is int8 [page_size * (2 * head_dim + 8)], on a CPU, and on a GPU:
 
     keys [head_dim, page_size], key scales fp32 [page_size], value scales fp32 [page_size], values [page_size, head_dim]
+    keys [page_size, head_dim], key scales fp32 [page_size], value scales fp32 [page_size], values [page_size, head_dim]
 """
 
 import ctypes
@@ -59,7 +60,7 @@ def rotate(x: Tensor, inverse: bool = False) -> Tensor:
     """
     head_dim = x.shape[-1]
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    signs = scaled_signs(head_dim).to(x)
+    signs = scaled_signs(head_dim, x.device).to(x.dtype)
     if not inverse:
         x = x * signs
     half = 1
@@ -71,12 +72,12 @@ def rotate(x: Tensor, inverse: bool = False) -> Tensor:
 
 
 @functools.cache
-def scaled_signs(head_dim: int) -> Tensor:
+def scaled_signs(head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     """What dims are multiplied by before they are mixed: fp32 [head_dim], 1 / sqrt(block) with signs."""
     block = head_dim & -head_dim
     random = torch.Generator().manual_seed(0x9E3779B9)  # vLLM's
     signs = 2 * torch.bernoulli(torch.full((block,), 0.5), generator=random) - 1
-    return (signs * block**-0.5).repeat(head_dim // block)
+    return (signs * block**-0.5).repeat(head_dim // block).to(device)
 
 
 def quantise_reference(x: Tensor, is_rotated: bool) -> Quantised:
@@ -102,21 +103,29 @@ def widen(entries: Tensor | Quantised, dtype: torch.dtype) -> Tensor:
     return entries.to(dtype)
 
 
-def fields(pages: Tensor, page_size: int) -> tuple[Quantised, Quantised]:
+def fields(pages: Tensor, page_size: int, keys_are_transposed: bool = True) -> tuple[Quantised, Quantised]:
     """Views of what is in pages: keys and values, numbers [pages, page_size, d] and scales [pages, page_size]."""
     scale_bytes = SCALE_BYTES * page_size
     head_bytes = pages.shape[1] // 2 - scale_bytes
     keys, key_scales, value_scales, values = pages.split(
         [head_bytes, scale_bytes, scale_bytes, head_bytes], dim=1
     )
+    by_token = (
+        keys.unflatten(1, (-1, page_size)).mT if keys_are_transposed else keys.unflatten(1, (page_size, -1))
+    )
     return (
-        Quantised(keys.unflatten(1, (-1, page_size)).mT, key_scales.view(torch.float32)),
+        Quantised(by_token, key_scales.view(torch.float32)),
         Quantised(values.unflatten(1, (page_size, -1)), value_scales.view(torch.float32)),
     )
 
 
 def write_reference(
-    pages: Tensor, page_size: int, key: Quantised, value: Quantised, entry_slots: Tensor
+    pages: Tensor,
+    page_size: int,
+    key: Quantised,
+    value: Quantised,
+    entry_slots: Tensor,
+    keys_are_transposed: bool = True,
 ) -> None:
     """Write entries into their places in pages; plain torch.
 
@@ -128,7 +137,8 @@ def write_reference(
     """
     stored = entry_slots >= 0
     page, place = entry_slots[stored] // page_size, entry_slots[stored] % page_size
-    for field, new in zip(fields(pages, page_size), (key, value), strict=True):
+    stored_fields = fields(pages, page_size, keys_are_transposed)
+    for field, new in zip(stored_fields, (key, value), strict=True):
         field.numbers[page, place] = new.numbers.flatten(0, -2)[stored]
         field.scales[page, place] = new.scales.flatten()[stored]
 

@@ -7,6 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvevict.kernels.decode_attention import page_fields
+from vllm_kvevict.kernels.quantise import rotate as rotate_reference
+from vllm_kvevict.kernels.quantise import widen
+from vllm_kvevict.kernels.rotate_and_round import rotate
+from vllm_kvevict.kernels.write_entries import scales_of_keys
+
 _SUMS, _SHARES = (256, 128, 4), (384, 64, 8)
 """Of the two kernels that read keys: programs, keys of a tile, and warps of a program (with few rows half of them). The
 programs are about as many as a large GPU runs at once; they are not asked of the device, for the same sums everywhere.
@@ -31,8 +37,8 @@ def window_attention(
     The softmax is over all n keys, where a query sees the keys up to its own token, in fp32.
 
     Args:
-        query: [w, Hq, head_dim], the dtype of the storage: of the tokens n - w to n - 1. Tokens and heads may lie
-            apart. w >= 1, practical up to 64. Hq / Hkv query heads share a KV head.
+        query: [w, Hq, head_dim], the dtype of the storage, unless that is int8: of the tokens n - w to n - 1. Tokens
+            and heads may lie apart. w >= 1, practical up to 64. Hq / Hkv query heads share a KV head.
         storage: [pages, page_elements], contiguous, in rows (:mod:`vllm_kvevict.kernels.layout`).
         page_size: entries per page.
         table: int32 [Hkv, columns], rows may lie apart: the pages of each KV head, ceil(n / page_size) of them.
@@ -51,7 +57,9 @@ def window_attention(
     _check(query, storage, table, n, rows)
     window, heads, _ = query.shape
     kv_heads, m, group = table.shape[0], n - window, heads // table.shape[0]
-    sizes = _sizes(query, group, page_size)
+    if storage.dtype == torch.int8:
+        query = rotate(query)
+    sizes = {**_sizes(query, group, page_size), "PAGE_ELEMENTS": storage.shape[1]}
     blocks, lines = kv_heads * triton.cdiv(group, sizes["BLOCK_HEADS"]), sizes["BLOCK_HEADS"] * sizes["ROWS"]
     sums, shares = (_launched(*chosen[1:], query, lines) for chosen in (_SUMS, _SHARES))
     first = _split(n, sums["BLOCK_N"], blocks, _SUMS[0])
@@ -82,10 +90,11 @@ def reference(
     _check(query, storage, table, n, rows)
     window, heads, _ = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
-    pages = storage.view(storage.shape[0], 2, page_size, -1)[:, 0]
-    keys = pages[table[:, : -(-n // page_size)].long()].flatten(1, 2)[:, :n]
-    keys = keys.to(dtype).repeat_interleave(heads // table.shape[0], 0)
-    logits = scale * torch.einsum("whd,hnd->hwn", query.to(dtype), keys)
+    pages, _ = page_fields(storage, page_size, keys_are_transposed=False)
+    keys = widen(pages[table[:, : -(-n // page_size)].long()], dtype).flatten(1, 2)[:, :n]
+    keys = keys.repeat_interleave(heads // table.shape[0], 0)
+    query = rotate_reference(query.to(dtype)) if storage.dtype == torch.int8 else query.to(dtype)
+    logits = scale * torch.einsum("whd,hnd->hwn", query, keys)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     token = torch.arange(n, device=query.device)
@@ -100,7 +109,7 @@ def reference(
 
 
 def _check(query: Tensor, storage: Tensor, table: Tensor, n: int, rows: str) -> None:
-    if query.dtype != storage.dtype:
+    if storage.dtype not in (query.dtype, torch.int8):
         raise ValueError(f"queries must have the pages' dtype {storage.dtype}, got {query.dtype}")
     if query.stride(2) != 1 or table.stride(1) != 1:
         raise ValueError("the elements of a query's head, and of a table's row, must be adjacent")
@@ -165,12 +174,17 @@ def _load_queries(query, token_stride, head_stride, WINDOW, GROUP, HEAD_DIM, ROW
 
 
 @triton.jit
-def _load_keys(storage, pages, key, n, PAGE_SIZE, HEAD_DIM, BLOCK_D):
-    """Some keys int32 [BLOCK_N] as [BLOCK_N, BLOCK_D]; `pages` is the table's row. Those from n on are 0."""
+def _load_keys(storage, pages, key, n, PAGE_SIZE, HEAD_DIM, PAGE_ELEMENTS, BLOCK_D):
+    """Some keys int32 [BLOCK_N] as [BLOCK_N, BLOCK_D], and their scales, 1.0 where they have none; `pages` is the
+    table's row. Those from n on are 0."""
     page = tl.load(pages + key // PAGE_SIZE, mask=key < n, other=0).to(tl.int64)
-    place = page * (2 * PAGE_SIZE * HEAD_DIM) + key % PAGE_SIZE * HEAD_DIM
+    place = page * PAGE_ELEMENTS + key % PAGE_SIZE * HEAD_DIM
     d = tl.arange(0, BLOCK_D)[None, :]
-    return tl.load(storage + place[:, None] + d, mask=(key < n)[:, None] & (d < HEAD_DIM), other=0.0)
+    k = tl.load(storage + place[:, None] + d, mask=(key < n)[:, None] & (d < HEAD_DIM), other=0)
+    if storage.dtype.element_ty == tl.int8:
+        scales = scales_of_keys(storage, page, key % PAGE_SIZE, PAGE_SIZE, HEAD_DIM, PAGE_ELEMENTS)
+        return k, tl.load(scales, mask=key < n, other=0.0)
+    return k, 1.0
 
 
 @triton.jit
@@ -200,6 +214,7 @@ def _row_sums(
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -218,8 +233,11 @@ def _row_sums(
     start = tl.program_id(1) * per_split
     for first in range(start, tl.minimum(start + per_split, n), BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
-        k = _load_keys(storage, pages, key, n, PAGE_SIZE, HEAD_DIM, BLOCK_D)
-        logits = _logits(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
+        k, scales = _load_keys(storage, pages, key, n, PAGE_SIZE, HEAD_DIM, PAGE_ELEMENTS, BLOCK_D)
+        products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if storage.dtype.element_ty == tl.int8:
+            products *= scales[None, :]
+        logits = _logits(products, scale, SOFTCAP)
         if first + BLOCK_N > n - WINDOW:
             logits = tl.where(key[None, :] <= last[:, None], logits, float("-inf"))
         higher = tl.maximum(highest, tl.max(logits, 1))
@@ -279,6 +297,7 @@ def _combine(
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -299,9 +318,12 @@ def _combine(
     start = tl.program_id(1) * per_split
     for first in range(start, tl.minimum(start + per_split, m), BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
-        k = _load_keys(storage, pages, key, m, PAGE_SIZE, HEAD_DIM, BLOCK_D)
+        k, scales = _load_keys(storage, pages, key, m, PAGE_SIZE, HEAD_DIM, PAGE_ELEMENTS, BLOCK_D)
         # [keys, rows], so that a thread holds all that it adds up.
-        logits = _logits(tl.dot(k, tl.trans(q), input_precision="ieee"), scale, SOFTCAP)
+        products = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee")
+        if storage.dtype.element_ty == tl.int8:
+            products *= scales[:, None]
+        logits = _logits(products, scale, SOFTCAP)
         logarithms = tl.reshape(logits - exceeds[None, :], [BLOCK_N, BLOCK_HEADS, ROWS])
         received = tl.sum(tl.exp2(logarithms), 2) if HOW == "mean" else tl.exp2(tl.max(logarithms, 2))
         exists = (key < m)[:, None] & (head < GROUP)[None, :]

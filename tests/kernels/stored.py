@@ -46,16 +46,24 @@ def in_8_bits(keys: Tensor, values: Tensor) -> tuple[Quantised, Quantised]:
     return quantise_reference(keys, True), quantise_reference(values, False)
 
 
-def make_pages(dtype: torch.dtype, keys: Tensor, values: Tensor, rows: BatchRows, written: Lengths) -> Tensor:
+def make_pages(
+    dtype: torch.dtype,
+    keys: Tensor,
+    values: Tensor,
+    rows: BatchRows,
+    written: Lengths,
+    transposed: bool = True,
+) -> Tensor:
     """Pages that hold keys and values [pages, page_size, d], or NaN behind so many entries of each row.
 
     In 8 bits, scales are NaN there.
     """
     if dtype != torch.int8:
         forget(rows, written, keys, values)
-        return torch.cat([keys.mT.flatten(1), values.flatten(1)], 1).to(dtype)
+        return torch.cat([(keys.mT if transposed else keys).flatten(1), values.flatten(1)], 1).to(dtype)
     count, page_size, head_dim = keys.shape
     pages = torch.empty(count, page_size * (2 * head_dim + 8), dtype=dtype)
-    write_reference(pages, page_size, *in_8_bits(keys, values), torch.arange(count * page_size))
-    forget(rows, written, *(field.scales for field in fields(pages, page_size)))
+    slots = torch.arange(count * page_size)
+    write_reference(pages, page_size, *in_8_bits(keys, values), slots, transposed)
+    forget(rows, written, *(field.scales for field in fields(pages, page_size, transposed)))
     return pages

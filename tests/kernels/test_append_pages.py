@@ -33,14 +33,17 @@ def _new_pages(kv_len: Tensor, slots: Tensor, page_size: int) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("num_rows, page_size", [(1, 32), (6, 16), (6, 32), (6, 64), (160, 64), (2100, 32)])
-@pytest.mark.parametrize("dtype, head_dim", [(torch.float32, 2), (torch.bfloat16, 80), (torch.float16, 256)])
+@pytest.mark.parametrize(
+    "dtype, head_dim",
+    [(torch.float32, 2), (torch.bfloat16, 80), (torch.float16, 256), (torch.int8, 84)],
+)
 def test_equals_the_reference(num_rows, page_size, dtype, head_dim, device):
     """New pages are zero, and no others."""
     tables = _tables(4, num_rows, page_size, device)
     slots = torch.tensor([3, 0, 2], device=device)
     pages, first = _new_pages(tables[2], slots, page_size)
     shape = (len(pages) + 2, 2 * page_size * head_dim)
-    storage = torch.full(shape, torch.nan, dtype=dtype, device=device)
+    storage = torch.full(shape, 5 if dtype == torch.int8 else torch.nan, dtype=dtype, device=device)
     expected = [x.clone() for x in (*tables, storage)]
     reference(*expected[:3], slots, pages, first, page_size, expected[3])
     append_pages(*tables, slots, pages, first, page_size, storage)
@@ -77,6 +80,7 @@ def launches() -> Iterator[Callable[[], object]]:
         (torch.bfloat16, 32, 256),
         (torch.float16, 16, 1),
         (torch.float32, 64, 2100),
+        (torch.int8, 32, 256),
     ]:
         arena, starts, kv_len = _tables(2, num_rows, page_size, "cpu")
         pages, first = _new_pages(kv_len * page_size, slots, page_size)

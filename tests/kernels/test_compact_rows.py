@@ -19,7 +19,8 @@ def _arguments(
     """Storage, with three pages more than the rows have, page size and the rows' tables, part of wider ones."""
     random = torch.Generator().manual_seed(0)
     count = rows * columns + 3
-    storage = torch.randn(count, 2 * page_size * head_dim, generator=random).to(device, dtype)
+    size = page_size * (2 * head_dim + 8 * (dtype == torch.int8))
+    storage = torch.randn(count, size, generator=random).mul(40).to(device, dtype)
     wide = torch.zeros(rows, columns + 5, dtype=torch.int32)
     wide[:, 2 : 2 + columns] = torch.randperm(count, generator=random)[: rows * columns].view(rows, columns)
     return storage, page_size, wide.to(device)[:, 2 : 2 + columns]
@@ -43,7 +44,7 @@ def _subset(length: int, count: int, seed: int = 0) -> Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed))[:count].sort().values
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("page_size, head_dim", [(16, 96), (32, 64), (32, 128), (64, 80), (16, 256)])
 def test_equals_the_reference(dtype, page_size, head_dim, device):
     length = 6 * page_size - 3
@@ -124,6 +125,7 @@ def launches() -> Iterator[Callable[[], object]]:
         (torch.bfloat16, 32, 128),
         (torch.float16, 16, 80),
         (torch.float32, 64, 256),
+        (torch.int8, 32, 128),
     ]:
         yield partial(
             compact_rows, *_arguments(2, 3, page_size, head_dim, dtype, "cpu"), torch.arange(5), starts

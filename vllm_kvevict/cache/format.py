@@ -169,7 +169,9 @@ class PageMemory:
         return cls(storage, layout, parts, write)
 
     @classmethod
-    def quantised(cls, storage: torch.Tensor, layout: KVLayout, write: Write) -> "PageMemory":
+    def quantised(
+        cls, storage: torch.Tensor, layout: KVLayout, write: Write, keys_are_transposed: bool
+    ) -> "PageMemory":
         """Memory of entries in 8 bits, in the order of :mod:`vllm_kvevict.kernels.layout`.
 
         Raises:
@@ -180,7 +182,8 @@ class PageMemory:
             first = start // dtype_of(field).itemsize
             parts[field.name] = Part.in_rows(first, size, field.numbers)
             start += size * field.nbytes
-        parts["key"] = Part(0, ((size, 1),), ((layout["key"].numbers, size),))
+        if keys_are_transposed:
+            parts["key"] = Part(0, ((size, 1),), ((layout["key"].numbers, size),))
         return cls(storage, layout, parts, write)
 
     @property

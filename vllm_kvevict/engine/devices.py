@@ -19,7 +19,7 @@ class Device:
         worker: path of the worker class.
         backend: path of our attention backend.
         pages: path of the class that reads and writes pages, see :class:`vllm_kvevict.engine.worker.pages.Pages`.
-        quantised_pages: likewise, pages in 8 bits; None: there are none.
+        quantised_pages: likewise, pages in 8 bits.
         page_multiple: what page sizes must be a multiple of.
         is_asynchronous: whether the device runs behind the host. Then to learn how many entries the heads of a layer
             keep costs a wait, which is to happen once for all layers.
@@ -28,7 +28,7 @@ class Device:
     worker: str
     backend: str
     pages: str
-    quantised_pages: str | None
+    quantised_pages: str
     page_multiple: int
     is_asynchronous: bool
 
@@ -76,7 +76,7 @@ CUDA = Device(
     worker="vllm_kvevict.engine.worker.worker.EvictionGPUWorker",
     backend="vllm_kvevict.engine.worker.cuda.RaggedCUDABackend",
     pages="vllm_kvevict.engine.worker.cuda.CUDAPages",
-    quantised_pages=None,
+    quantised_pages="vllm_kvevict.engine.worker.cuda.QuantisedCUDAPages",
     page_multiple=16,
     is_asynchronous=True,
 )

@@ -10,6 +10,8 @@ import torch
 import vllm
 from vllm.v1.attention.backends import fa_utils
 
+from tests.engine.served.test_hits import ROUNDED
+from tests.engine.served.test_int8 import stored
 from tests.engine.served.test_masked_model import check
 from tests.engine.support.emulated import emulated_gpu
 from tests.engine.support.running import Ask, evicting_engine, num_preemptions, run
@@ -18,20 +20,27 @@ from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.engine.worker.cuda import CUDAPages
 from vllm_kvevict.engine.worker.model_runners import forbid_decode_graphs
 from vllm_kvevict.engine.worker.runtime import get_runtime
+from vllm_kvevict.kernels.layout import INT8
 
 # One policy of each kind: counts known before or not, one layer or all decide, scored by the mean of the window or not.
 POLICIES = ("snapkv", "ada-snapkv", "lava", "cake", "ada-criticalkv", "streaming-llm", "h2o")
 
 
 @pytest.mark.engine
-def test_policies(models):
+@pytest.mark.parametrize("kv_dtype", ["auto", INT8])
+def test_policies(models, kv_dtype):
     model = models("llama", layers=2)
     asks = [Ask(70, policy, 0.5, max_tokens=3, seed=i) for i, policy in enumerate(POLICIES)]
     asks.append(Ask(60, "ada-snapkv", 40.0, prefix_len=50, max_tokens=2))
     asks.append(Ask(33, "full", max_tokens=2))
-    with emulated_gpu(), evicting_engine(model) as llm:
+    with emulated_gpu(), evicting_engine(model, kv_cache_dtype=kv_dtype) as llm:
         answers = run(llm, asks, logits=True)
-    check(model, asks, answers)
+    if kv_dtype != INT8:
+        check(model, asks, answers)
+        return
+    check(model, asks, answers, stored=stored, **ROUNDED)
+    with pytest.raises(AssertionError):  # exact entries are further away
+        check(model, asks, answers, **ROUNDED)
 
 
 @pytest.mark.engine

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def check(
     asks: Sequence[Ask],
     answers: Sequence[Answer],
     dtype: torch.dtype = torch.float32,
-    **tolerance: float,
+    **settings: Any,
 ) -> None:
     """The exact number of entries that each keeps, and logits against the plain model's."""
     for ask, answer in zip(asks, answers, strict=True):
@@ -28,7 +29,7 @@ def check(
             assert sum(map(len, rows)) == len(rows) * config.budget_for(ask.evicted_to)
         else:
             assert not answer.kept
-        check_logits(model, ask, answer, dtype=dtype, **tolerance)
+        check_logits(model, ask, answer, dtype=dtype, **settings)
 
 
 @pytest.mark.engine

@@ -129,10 +129,11 @@ def check_logits(
     answer: Answer,
     at: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
+    stored: Any = None,
     **tolerance: float,
 ) -> None:
     """An answer's logits are those of the plain model that sees what was kept, and nothing else."""
-    expected = expected_logits(model, ask, answer, at, dtype=dtype)
+    expected = expected_logits(model, ask, answer, at, dtype=dtype, stored=stored)
     torch.testing.assert_close(answer.logits, expected, **(tolerance or CLOSE))
 
 

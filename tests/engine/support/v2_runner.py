@@ -66,7 +66,7 @@ def _engine(ahead: bool, gpu: bool, **settings: Any) -> Iterator[Any]:
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    from tests.engine.support.emulated import InterpretedPages, emulated_gpu
+    from tests.engine.support.emulated import emulated_gpu
     from tests.engine.support.running import evicting_engine
 
     check = CpuPlatform.check_and_update_config
@@ -77,7 +77,7 @@ def _engine(ahead: bool, gpu: bool, **settings: Any) -> Iterator[Any]:
 
     CpuPlatform.check_and_update_config = staticmethod(keep)  # type: ignore[method-assign,assignment]
     try:
-        pages = emulated_gpu(InterpretedPages) if gpu else contextlib.nullcontext()
+        pages = emulated_gpu(is_attention_interpreted=True) if gpu else contextlib.nullcontext()
         with pages, evicting_engine(**settings) as llm:
             scheduler = llm.llm_engine.engine_core.engine_core.scheduler
             assert type(scheduler).__name__ == ("AsyncEvictionScheduler" if ahead else "EvictionScheduler")

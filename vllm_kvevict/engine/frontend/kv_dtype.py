@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from vllm_kvevict.engine.config import KVEvictionError, require_options
-from vllm_kvevict.engine.devices import this_device
+from vllm_kvevict.engine.devices import Device, this_device
 from vllm_kvevict.engine.layers import DRAFTERS, LayerMap
 from vllm_kvevict.engine.memory import FLOATS, layout_of
 from vllm_kvevict.kernels import decode_attention, prefill_attention
@@ -58,9 +58,8 @@ def _conflicts_of_int8(vllm_config: Any) -> dict[str, bool]:
     speculation = vllm_config.speculative_config
     method = speculation.method if speculation is not None else ""
     return {
-        "a GPU": device.quantised_pages is None,
         f"a model with heads of {layout['key'].numbers} numbers in {layout.dtype}": not _are_supported(
-            layout
+            device, layout
         ),
         "--kv-cache-dtype-skip-layers": bool(vllm_config.cache_config.kv_cache_dtype_skip_layers),
         f"speculative decoding by {method}": method in DRAFTERS,
@@ -69,8 +68,10 @@ def _conflicts_of_int8(vllm_config: Any) -> dict[str, bool]:
     }
 
 
-def _are_supported(layout: KVLayout) -> bool:
+def _are_supported(device: Device, layout: KVLayout) -> bool:
     """Whether our kernels can read pages of such entries."""
+    if device.is_asynchronous:
+        return layout.dtype != "float16"  # weights times scales can be smaller than its smallest numbers
     sizes = layout.page_size, layout["key"].numbers
     dtype: torch.dtype = getattr(torch, layout.dtype)
     return decode_attention.supports(dtype, *sizes) and prefill_attention.supports(dtype, *sizes)

@@ -243,7 +243,6 @@ def _pages(
     if not layout.is_quantised:
         pages: Pages = device.load(device.pages)(storage, layout, vllm_config, may_serve)
         return pages, PageMemory.probe(storage, layout, pages.write)
-    assert device.quantised_pages is not None
     if layer.impl.softcap or layer.impl.sinks is not None:
         raise KVEvictionError(
             f"--kv-eviction cannot be combined with --kv-cache-dtype {INT8} and a model with soft caps or attention "
@@ -255,7 +254,9 @@ def _pages(
         raise KVEvictionError(
             f"--kv-eviction cannot serve --kv-cache-dtype {INT8}: {error}, or leave the flag out"
         ) from None
-    return pages, PageMemory.quantised(storage, layout, pages.write)
+    return pages, PageMemory.quantised(
+        storage, layout, pages.write, keys_are_transposed=not pages.uses_triton
+    )
 
 
 def _cache(

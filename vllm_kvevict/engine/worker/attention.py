@@ -1,16 +1,19 @@
 """Attention over ragged pages: one sequence per (request, KV head)."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType, MultipleOf
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY, KVEvictionError
 from vllm_kvevict.engine.worker.batch import Batch, ByLayer, Sequences, split_by_head
 from vllm_kvevict.engine.worker.runtime import get_runtime
 from vllm_kvevict.engine.worker.step import StepState
+from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.schedules.inputs import FreshEntries, LayerStep
 
 
@@ -19,6 +22,14 @@ def block_sizes() -> list[int | MultipleOf]:
     vllm_config = get_current_vllm_config_or_none()
     options = vllm_config.additional_config.get(KEY, {}) if vllm_config is not None else {}
     return [MultipleOf(options.get("page_size", ENGINE_DEFAULTS["page_size"]))]
+
+
+def with_scales(spec: AttentionSpec) -> AttentionSpec:
+    """vLLM's description of a layer's KV with room for the scales of entries in 8 bits."""
+    if spec.kv_quant_mode is not KVQuantMode.INT8_PER_TOKEN_HEAD:
+        return spec
+    entry = KVLayout.of_heads(1, 1, 1, spec.head_size, "", is_quantised=True)
+    return replace(spec, state_content_bytes=entry.entry_bytes)
 
 
 class RaggedBuilder(AttentionMetadataBuilder[StepState]):

@@ -12,12 +12,12 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
-from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.cache.format import dtype_of
 from vllm_kvevict.engine.memory import FLOATS
-from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
+from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes, with_scales
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.engine.worker.calibration import Shape, time_decodes, time_prefills
 from vllm_kvevict.engine.worker.pages import AsComputed
@@ -44,11 +44,7 @@ class RaggedCPUBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Make room for the scales of entries in 8 bits."""
-        if spec.kv_quant_mode is not KVQuantMode.INT8_PER_TOKEN_HEAD:
-            return spec
-        entry = KVLayout.of_heads(1, 1, 1, spec.head_size, "", is_quantised=True)
-        return replace(spec, state_content_bytes=entry.entry_bytes)
+        return with_scales(spec)
 
     @staticmethod
     def get_impl_cls() -> type[RaggedImpl]:  # type: ignore[override]

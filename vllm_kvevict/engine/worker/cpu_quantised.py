@@ -3,20 +3,20 @@
 Entries are quantised once, when their step has computed them; whoever sees them afterwards sees what is stored.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.engine.worker.pages import InEightBits
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
 from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.kernels.prefill_attention import FEWEST_TOKENS, PrefillAttention
 from vllm_kvevict.kernels.quantise import Quantised, Quantiser, write_entries
 
 
-class QuantisedCPUPages:
+class QuantisedCPUPages(InEightBits):
     """The pool as our kernels store and read it, as of :class:`vllm_kvevict.engine.worker.pages.Pages`.
 
     Args:
@@ -54,15 +54,6 @@ class QuantisedCPUPages:
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Quantised, Quantised]:
         """As of :meth:`Pages.encode`."""
         return self._quantise(keys, True), self._quantise(values, False)
-
-    def fields(self, keys: Quantised, values: Quantised) -> Mapping[str, Tensor]:
-        """As of :meth:`Pages.fields`."""
-        return {
-            "key": keys.numbers,
-            "key_scale": keys.scales.unsqueeze(-1),
-            "value_scale": values.scales.unsqueeze(-1),
-            "value": values.numbers,
-        }
 
     def append(self, keys: Quantised, values: Quantised, entry_slots: Tensor) -> None:
         """As of :meth:`Pages.append`."""

@@ -8,15 +8,18 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY
 from vllm_kvevict.engine.memory import FLOATS
-from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes
+from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes, with_scales
 from vllm_kvevict.engine.worker.batch import Sequences
-from vllm_kvevict.engine.worker.pages import AsComputed
-from vllm_kvevict.kernels.layout import KVLayout
+from vllm_kvevict.engine.worker.pages import AsComputed, InEightBits
+from vllm_kvevict.kernels.layout import INT8, KVLayout
 from vllm_kvevict.kernels.paged_decode import PagedDecode
+from vllm_kvevict.kernels.quantise import Quantised, fields, scaled_signs
+from vllm_kvevict.kernels.rotate_and_round import quantise, rotate
 from vllm_kvevict.kernels.window_attention import window_attention as attend_from_window
 from vllm_kvevict.kernels.write_entries import write_entries
 
@@ -39,8 +42,12 @@ class RaggedCUDABackend(AttentionBackend):
     """vLLM's CUSTOM backend in engines that evict."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*FLOATS]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*FLOATS, INT8]
     forward_includes_kv_cache_update = True
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return with_scales(spec)
 
     @staticmethod
     def get_name() -> str:
@@ -71,33 +78,29 @@ class RaggedCUDABackend(AttentionBackend):
         return capability >= DeviceCapability(8, 0)
 
 
-class CUDAPages(AsComputed):
-    """The pool as [pages, keys and values, page_size, head_dim], which FlashAttention reads as pages of one head.
+class PagesInRows:
+    """Pages whose keys and values are [page_size, head_dim] each, which vLLM's attention reads as pages of one head.
 
-    Args:
-        storage: [pages, page_elements], contiguous.
-        layout: of the entries.
-        vllm_config: says which FlashAttention to use.
-        group: as of :class:`vllm_kvevict.engine.worker.cpu.CPUPages`; the order here serves all attention.
+    Attributes:
+        dtype: of queries.
+        key_pages, value_pages: [pages, page_size, 1, head_dim].
+        flash_attention: version of FlashAttention, None where vLLM's Triton attention reads the pages.
+        mode, key_scales, value_scales: whether there are scales, and where, fp32 [pages, page_size, 1].
     """
 
     uses_triton = True
 
-    def __init__(self, storage: Tensor, layout: KVLayout, vllm_config: Any, group: int | None = None):
-        self.storage, self.page_size = storage, layout.page_size
-        head_dim = layout["key"].numbers
-        pages = storage.view(storage.shape[0], 2, self.page_size, 1, head_dim)
-        self.key_pages, self.value_pages = pages.unbind(1)
-        self.flash_attention = None
-        if storage.dtype in FLASH_ATTENTION_DTYPES:
-            with set_current_vllm_config(vllm_config):
-                self.flash_attention = get_flash_attn_version(head_size=head_dim)
+    storage: Tensor
+    page_size: int
+    dtype: torch.dtype
+    key_pages: Tensor
+    value_pages: Tensor
+    flash_attention: int | None = None
+    mode: KVQuantMode = KVQuantMode.NONE
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
-    def write(self, storage: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
-        """Write entries into pages of any storage; arguments as of :meth:`Pages.write`."""
-        write_entries(storage, self.page_size, keys.unsqueeze(1), values.unsqueeze(1), entry_slots)
-
-    def append(self, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
+    def append(self, keys: Any, values: Any, entry_slots: Tensor) -> None:
         """Write a step's entries into the pool; arguments as of :meth:`Pages.append`."""
         write_entries(self.storage, self.page_size, keys, values, entry_slots)
 
@@ -140,6 +143,9 @@ class CUDAPages(AsComputed):
                 k_descale=None,
                 v_descale=None,
                 sinks=sinks,
+                kv_quant_mode=self.mode,
+                k_scale_cache=self.key_scales,
+                v_scale_cache=self.value_scales,
             )
 
     def window_attention(
@@ -153,7 +159,74 @@ class CUDAPages(AsComputed):
         """Our kernel."""
         requests = cache.tables.kv_len.shape[0]
         sms = torch.cuda.get_device_properties(self.storage.device).multi_processor_count
-        return PagedDecode(self.storage, self.page_size, requests, cache.num_kv_heads, group, softcap, sms)
+        sizes = self.page_size, requests, cache.num_kv_heads, group
+        return PagedDecode(self.storage, *sizes, softcap, sms, self.dtype)
 
     def prefill_attention(self, cache: PagedKVCache, group: int) -> None:
-        """None: FlashAttention serves prompts."""
+        """None: vLLM's attention serves prompts."""
+
+
+class CUDAPages(AsComputed, PagesInRows):
+    """The pool as [pages, keys and values, page_size, head_dim].
+
+    Args:
+        storage: [pages, page_elements], contiguous.
+        layout: of the entries.
+        vllm_config: says which FlashAttention to use.
+        group: as of :class:`vllm_kvevict.engine.worker.cpu.CPUPages`; the order here serves all attention.
+    """
+
+    def __init__(self, storage: Tensor, layout: KVLayout, vllm_config: Any, group: int | None = None):
+        self.storage, self.page_size, self.dtype = storage, layout.page_size, storage.dtype
+        head_dim = layout["key"].numbers
+        pages = storage.view(storage.shape[0], 2, self.page_size, 1, head_dim)
+        self.key_pages, self.value_pages = pages.unbind(1)
+        if storage.dtype in FLASH_ATTENTION_DTYPES:
+            with set_current_vllm_config(vllm_config):
+                self.flash_attention = get_flash_attn_version(head_size=head_dim)
+
+    def write(self, storage: Tensor, keys: Tensor, values: Tensor, entry_slots: Tensor) -> None:
+        """Write entries into pages of any storage; arguments as of :meth:`Pages.write`."""
+        write_entries(storage, self.page_size, keys.unsqueeze(1), values.unsqueeze(1), entry_slots)
+
+
+class QuantisedCUDAPages(InEightBits, PagesInRows):
+    """The pool in 8 bits. Entries are quantised once, when their step has computed them.
+
+    Args:
+        storage: int8 [pages, page_bytes], contiguous.
+        layout: of the entries.
+        vllm_config: of the server.
+    """
+
+    mode = KVQuantMode.INT8_PER_TOKEN_HEAD
+
+    def __init__(self, storage: Tensor, layout: KVLayout, vllm_config: Any):
+        self.storage, self.page_size = storage, layout.page_size
+        self.dtype = getattr(torch, layout.dtype)
+        keys, values = fields(storage, self.page_size, keys_are_transposed=False)
+        self.key_pages, self.value_pages = keys.numbers.unsqueeze(2), values.numbers.unsqueeze(2)
+        self.key_scales, self.value_scales = keys.scales.unsqueeze(2), values.scales.unsqueeze(2)
+        # It is kept, so that no CUDA graph waits for it.
+        scaled_signs(layout["key"].numbers, storage.device)
+
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Quantised, Quantised]:
+        """As of :meth:`Pages.encode`."""
+        return quantise(keys, True), quantise(values, False)
+
+    def write(
+        self,
+        storage: Tensor,
+        keys: Tensor,
+        key_scales: Tensor,
+        value_scales: Tensor,
+        values: Tensor,
+        entry_slots: Tensor,
+    ) -> None:
+        """As of :meth:`Pages.write`, entries as they are stored."""
+        key, value = Quantised(keys.unsqueeze(1), key_scales), Quantised(values.unsqueeze(1), value_scales)
+        write_entries(storage, self.page_size, key, value, entry_slots)
+
+    def attend(self, queries: Tensor, *arguments: Any) -> None:
+        """As of :meth:`Pages.attend`."""
+        super().attend(rotate(queries), *arguments)

@@ -1,4 +1,5 @@
-"""What a device's pages can do; those there are: :class:`CPUPages`, :class:`QuantisedCPUPages`, :class:`CUDAPages`."""
+"""What a device's pages can do; those there are: :class:`CPUPages` and :class:`CUDAPages`, and in 8 bits
+:class:`QuantisedCPUPages` and :class:`QuantisedCUDAPages`."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -8,6 +9,7 @@ from torch import Tensor
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.batch import Sequences
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
+from vllm_kvevict.kernels.quantise import Quantised
 from vllm_kvevict.schedules.inputs import WindowAttention
 
 
@@ -67,6 +69,19 @@ class Pages(Protocol):
 
     def prefill_attention(self, cache: PagedKVCache, group: int) -> PrefillAttention | None:
         """The project's kernel for prompts, None where :meth:`attend` serves them; it leaves storing to `append`."""
+
+
+class InEightBits:
+    """Pages whose entries are stored as integers with scales."""
+
+    def fields(self, keys: Quantised, values: Quantised) -> Mapping[str, Tensor]:
+        """As of :meth:`Pages.fields`."""
+        return {
+            "key": keys.numbers,
+            "key_scale": keys.scales.unsqueeze(-1),
+            "value_scale": values.scales.unsqueeze(-1),
+            "value": values.numbers,
+        }
 
 
 class AsComputed:

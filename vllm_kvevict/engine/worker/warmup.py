@@ -24,9 +24,10 @@ def warm_up(runtime: "Runtime") -> None:
     n, layers, heads = 2 * window, cache.num_layers, cache.num_kv_heads
     request_slot = cache.open()
     step = cache.extend([request_slot], [n])
-    entries = cache.storage.new_zeros(n, heads, cache.head_dim)
-    pages.append(entries, entries, cache.entry_slots(step)[0])
-    query = cache.storage.new_zeros(window, heads * runtime.rank.group, cache.head_dim)
+    dtype: torch.dtype = getattr(torch, cache.memory.layout.dtype)
+    entries = cache.storage.new_zeros(n, heads, cache.head_dim, dtype=dtype)
+    pages.append(*pages.encode(entries, entries), cache.entry_slots(step)[0])
+    query = cache.storage.new_zeros(window, heads * runtime.rank.group, cache.head_dim, dtype=dtype)
     assert pages.window_attention is not None
     table = cache.table(request_slot, 0)
     # Whatever a request's policy asks for.
@@ -46,7 +47,7 @@ def warm_up(runtime: "Runtime") -> None:
     step = cache.extend([request_slot], [1])
     if runtime.rank.decode_attention is not None:
         runtime.rank.decode_attention.set_arena(cache.tables.arena)
-        query, entries = query[:1], entries[:1]
-        decodes = Served(step.request_slots, None)
-        runtime.rank.decode(0, decodes, query, entries, entries, torch.empty_like(query), 1.0)
+        query, decodes = query[:1], Served(step.request_slots, None)
+        key, value = pages.encode(entries[:1], entries[:1])
+        runtime.rank.decode(0, decodes, query, key, value, torch.empty_like(query), 1.0)
     cache.close([request_slot])
