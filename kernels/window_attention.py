@@ -184,7 +184,8 @@ def _load_keys(storage, pages, key, n, PAGE_SIZE, HEAD_DIM, PAGE_ELEMENTS, BLOCK
     if storage.dtype.element_ty == tl.int8:
         scales = scales_of_keys(storage, page, key % PAGE_SIZE, PAGE_SIZE, HEAD_DIM, PAGE_ELEMENTS)
         return k, tl.load(scales, mask=key < n, other=0.0)
-    return k, 1.0
+    else:
+        return k, 1.0
 
 
 @triton.jit

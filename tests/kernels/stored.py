@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from vllm_kvevict.kernels.decode_attention import BatchRows
-from vllm_kvevict.kernels.quantise import Quantised, fields, quantise_reference, write_reference
+from vllm_kvevict.kernels.quantise import Quantised, quantise_reference, write_reference
 
+IN_8_BITS = (torch.float32, torch.int8), (torch.bfloat16, torch.int8)
+"""Dtypes of queries and pages."""
 Lengths = Sequence[Sequence[int]]
 """Of the requests' heads."""
 
@@ -46,24 +48,21 @@ def in_8_bits(keys: Tensor, values: Tensor) -> tuple[Quantised, Quantised]:
     return quantise_reference(keys, True), quantise_reference(values, False)
 
 
-def make_pages(
-    dtype: torch.dtype,
-    keys: Tensor,
-    values: Tensor,
-    rows: BatchRows,
-    written: Lengths,
-    transposed: bool = True,
-) -> Tensor:
+def make_pages(dtype: torch.dtype, keys: Tensor, values: Tensor, rows: BatchRows, written: Lengths) -> Tensor:
     """Pages that hold keys and values [pages, page_size, d], or NaN behind so many entries of each row.
 
     In 8 bits, scales are NaN there.
     """
-    if dtype != torch.int8:
-        forget(rows, written, keys, values)
-        return torch.cat([(keys.mT if transposed else keys).flatten(1), values.flatten(1)], 1).to(dtype)
+    forget(rows, written, keys, values)
+    if dtype == torch.int8:
+        return pages_in_8_bits(keys, values, keys_are_transposed=True)
+    return torch.cat([keys.mT.flatten(1), values.flatten(1)], 1).to(dtype)
+
+
+def pages_in_8_bits(keys: Tensor, values: Tensor, keys_are_transposed: bool = False) -> Tensor:
+    """Pages that hold keys and values [pages, page_size, d]."""
     count, page_size, head_dim = keys.shape
-    pages = torch.empty(count, page_size * (2 * head_dim + 8), dtype=dtype)
+    pages = torch.empty(count, page_size * (2 * head_dim + 8), dtype=torch.int8)
     slots = torch.arange(count * page_size)
-    write_reference(pages, page_size, *in_8_bits(keys, values), slots, transposed)
-    forget(rows, written, *(field.scales for field in fields(pages, page_size, transposed)))
+    write_reference(pages, page_size, *in_8_bits(keys, values), slots, keys_are_transposed)
     return pages

@@ -80,7 +80,6 @@ def launches() -> Iterator[Callable[[], object]]:
         (torch.bfloat16, 32, 256),
         (torch.float16, 16, 1),
         (torch.float32, 64, 2100),
-        (torch.int8, 32, 256),
     ]:
         arena, starts, kv_len = _tables(2, num_rows, page_size, "cpu")
         pages, first = _new_pages(kv_len * page_size, slots, page_size)

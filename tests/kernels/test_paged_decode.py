@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.stored import in_8_bits, make_pages, place, without_last
+from tests.kernels.stored import IN_8_BITS, forget, in_8_bits, pages_in_8_bits, place, without_last
 from vllm_kvevict.kernels import paged_decode
 from vllm_kvevict.kernels.decode_attention import BatchRows, numbers
 from vllm_kvevict.kernels.paged_decode import PagedDecode, reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-IN_8_BITS = [(torch.float32, torch.int8), (torch.bfloat16, torch.int8)]
 SMS = 2
 """A device so small that a row has 4 parts only: long rows fill them soon."""
 
@@ -35,9 +34,9 @@ class Case(NamedTuple):
 
     def kernel(self, num_sms: int = SMS, max_requests: int = 8) -> PagedDecode:
         """Over these pages."""
-        heads, dtype = numbers(self.key).shape[1], self.query.dtype
+        heads = numbers(self.key).shape[1]
         sizes = self.page_size, max_requests, heads, self.query.shape[1] // heads
-        return PagedDecode(self.pages, *sizes, self.softcap, num_sms, dtype)
+        return PagedDecode(self.pages, *sizes, self.softcap, num_sms, self.query.dtype)
 
     def run(self, kernel: PagedDecode | None = None) -> tuple[Tensor, Tensor]:
         """Output and pages afterwards; these pages stay as they are."""
@@ -70,34 +69,32 @@ class Case(NamedTuple):
         return self._replace(query=self.query[which], key=self.key[which], value=self.value[which], rows=rows)
 
 
-def _case(
-    lengths, device, dtype=torch.float32, page_size=32, head_dim=64, group=2, stored_as=None, **more
-) -> Case:
+def _case(lengths, device, dtype=torch.float32, page_size=32, head_dim=64, group=2, **more) -> Case:
     """Random pages in random order, two layers, slots that are not in order; what is behind a row is NaN.
 
-    ``lengths`` are of the requests' heads, the new entry included.
+    ``lengths`` are of the requests' heads, the new entry included; ``dtype`` can be that of queries and that of pages.
     """
+    dtype, stored_as = dtype if isinstance(dtype, tuple) else (dtype, dtype)
     random = torch.Generator().manual_seed(0)
     requests, heads = len(lengths), len(lengths[0])
     stored = place(lengths, page_size, random)
     pages = torch.randn(len(stored.arena), 2, page_size, head_dim, generator=random)
-    kind = stored_as or dtype
-    pages = make_pages(kind, *pages.unbind(1), stored, without_last(lengths), transposed=False)
+    forget(stored, without_last(lengths), *pages.unbind(1))
     query = torch.randn(requests, heads * group, head_dim, generator=random)
     new = torch.randn(2, requests, heads, head_dim, generator=random)
-    query, key, value = (x.to(device, dtype) for x in (query, *new))
-    if kind == torch.int8:
-        key, value = in_8_bits(key, value)
+    query, *new = (x.to(device, dtype) for x in (query, *new))
+    if stored_as == torch.int8:
+        pages, new = pages_in_8_bits(*pages.unbind(1)), in_8_bits(*new)
     tables = (stored.arena, stored.starts, stored.lengths, stored.request_slots)
     rows = BatchRows(*(x.to(device) for x in tables), first=heads)
-    return Case(pages.to(device), page_size, query, key, value, rows, **more)
+    return Case(pages.flatten(1).to(device, stored_as), page_size, query, *new, rows, **more)
 
 
 @pytest.mark.parametrize("page_size, head_dim", [(16, 96), (32, 64), (32, 128), (64, 80), (16, 256)])
-@pytest.mark.parametrize("dtype, stored_as", [*((dtype, dtype) for dtype in TOLERANCE), *IN_8_BITS])
-def test_all_kinds_of_pages(dtype, stored_as, page_size, head_dim, device):
+@pytest.mark.parametrize("dtype", [*TOLERANCE, *IN_8_BITS])
+def test_all_kinds_of_pages(dtype, page_size, head_dim, device):
     lengths = [(1, page_size + 1), (page_size - 1, page_size), (3 * page_size + 3, 270)]
-    _case(lengths, device, dtype, page_size, head_dim, stored_as=stored_as).check()
+    _case(lengths, device, dtype, page_size, head_dim).check()
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 16, 20])
@@ -167,14 +164,11 @@ def test_requests_that_are_skipped(device):
     assert torch.equal(pages.nan_to_num(), case.pages.nan_to_num())
 
 
-@pytest.mark.parametrize("stored_as", [torch.float32, torch.int8])
-def test_tokens_may_be_anywhere_in_a_batch_and_lie_apart(device, stored_as):
+def test_tokens_may_be_anywhere_in_a_batch_and_lie_apart(device):
     """Query, key and value are parts of one projection's output, among tokens of other requests."""
-    case = _case([(1, 31), (32, 300), (5, 64)], device, group=4, stored_as=stored_as)
+    case = _case([(1, 31), (32, 300), (5, 64)], device, group=4)
     tokens = torch.tensor([6, 0, 3], device=device)
     query, key, value = torch.randn(9, 8 + 2 + 2, 64, device=device).split([8, 2, 2], 1)
-    if stored_as == torch.int8:
-        key, value = in_8_bits(key, value)
     query[tokens], key[tokens], value[tokens] = case.query, case.key, case.value
     scattered = case._replace(query=query, key=key, value=value, tokens=tokens)
     output, pages = scattered.run()
@@ -238,18 +232,16 @@ def test_what_is_refused(device):
 
 def launches() -> Iterator[Callable[[], object]]:
     """Representative calls, to be compiled for GPUs."""
-    for dtype, page_size, head_dim, group, softcap, *stored_as in [
+    for dtype, page_size, head_dim, group, softcap in [
         (torch.bfloat16, 32, 128, 4, 0.0),
-        (torch.bfloat16, 32, 128, 4, 0.0, torch.int8),
-        (torch.float32, 16, 256, 2, 0.0, torch.int8),
         (torch.bfloat16, 16, 256, 2, 50.0),
         (torch.bfloat16, 64, 64, 20, 0.0),
         (torch.float16, 32, 80, 7, 0.0),
         (torch.float32, 32, 128, 4, 0.0),
         (torch.float32, 32, 256, 16, 0.0),
+        (IN_8_BITS[1], 32, 128, 4, 0.0),
     ]:
-        sizes = dtype, page_size, head_dim, group
-        case = _case([(40, 3), (5, 6)], "cpu", *sizes, *stored_as, softcap=softcap)
+        case = _case([(40, 3), (5, 6)], "cpu", dtype, page_size, head_dim, group, softcap=softcap)
         kernel = case.kernel(num_sms=132)
         by_address = replace(case.rows, arena=kernel.arena_address)
         yield partial(case._replace(rows=by_address).run, kernel)

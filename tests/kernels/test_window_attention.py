@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.stored import in_8_bits
+from tests.kernels.stored import IN_8_BITS, pages_in_8_bits
 from vllm_kvevict.kernels import window_attention as module
-from vllm_kvevict.kernels.quantise import write_reference
 from vllm_kvevict.kernels.window_attention import reference, window_attention
 from vllm_kvevict.policies import attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-IN_8_BITS = [(torch.float32, torch.int8)]
 ROWS = ("mean", "max", "recent")
 TOLERANCE = 2e-6
 """Relative to the largest value, for every dtype: products of 16-bit numbers are exact in fp32, too."""
@@ -39,11 +37,13 @@ class Case(NamedTuple):
         )
 
 
-def _case(
-    dtype, page_size, head_dim, kv_heads, group, window, m, softcap=0.0, peaked=1.0, stored_as=None
-) -> Case:
-    """Random pages in random order, NaN behind the last entry; queries and table are parts of something larger."""
-    random = torch.Generator().manual_seed(0)
+def _case(dtype, page_size, head_dim, kv_heads, group, window, m, softcap=0.0, peaked=1.0, seed=0) -> Case:
+    """Random pages in random order, NaN behind the last entry; queries and table are parts of something larger.
+
+    ``dtype`` can be that of queries and that of pages.
+    """
+    dtype, stored_as = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+    random = torch.Generator().manual_seed(seed)
     n = m + window
     columns = -(-n // page_size)
     table = torch.randperm(kv_heads * columns + 1, generator=random)[: kv_heads * columns].int()
@@ -53,12 +53,9 @@ def _case(
     pages[table[:, columns - 1].long(), :, n - (columns - 1) * page_size :] = torch.nan
     heads = kv_heads * group
     query = torch.randn(window, heads + 2, head_dim, generator=random).to(dtype)[:, 1 : 1 + heads]
-    storage = pages.flatten(1).to(dtype)
     if stored_as == torch.int8:
-        storage = torch.empty(len(pages), page_size * (2 * head_dim + 8), dtype=torch.int8)
-        slots = torch.arange(len(pages) * page_size)
-        write_reference(storage, page_size, *in_8_bits(*pages.unbind(1)), slots, False)
-    return Case(query, storage, page_size, table, n, peaked * head_dim**-0.5, softcap)
+        pages = pages_in_8_bits(*pages.unbind(1))
+    return Case(query, pages.flatten(1).to(stored_as), page_size, table, n, peaked * head_dim**-0.5, softcap)
 
 
 def _check(case: Case, device: str) -> None:
@@ -72,10 +69,10 @@ def _check(case: Case, device: str) -> None:
         assert error < TOLERANCE * max(1, case.softcap)
 
 
-@pytest.mark.parametrize("dtype, stored_as", [*((dtype, dtype) for dtype in DTYPES), *IN_8_BITS])
+@pytest.mark.parametrize("dtype", [*DTYPES, IN_8_BITS[0]])
 @pytest.mark.parametrize("page_size, head_dim", [(16, 64), (32, 80), (64, 128), (16, 96), (32, 256)])
-def test_kinds_of_pages(device, dtype, stored_as, page_size, head_dim):
-    _check(_case(dtype, page_size, head_dim, 2, group=2, window=8, m=150, stored_as=stored_as), device)
+def test_kinds_of_pages(device, dtype, page_size, head_dim):
+    _check(_case(dtype, page_size, head_dim, kv_heads=2, group=2, window=8, m=150), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,14 +145,14 @@ def test_what_is_refused(device, attend):
 
 def launches() -> Iterator[Callable[[], object]]:
     """Representative calls, to be compiled for GPUs."""
-    for dtype, page_size, head_dim, group, window, softcap, *stored_as in [
+    for dtype, page_size, head_dim, group, window, softcap in [
         (torch.bfloat16, 32, 128, 4, 32, 0.0),
-        (torch.bfloat16, 32, 128, 4, 32, 0.0, torch.int8),
         (torch.bfloat16, 16, 64, 1, 1, 0.0),
         (torch.bfloat16, 64, 256, 2, 64, 50.0),
         (torch.float16, 32, 96, 7, 8, 0.0),
         (torch.float32, 32, 128, 4, 32, 0.0),
+        (IN_8_BITS[1], 32, 128, 4, 32, 0.0),
     ]:
-        case = _case(dtype, page_size, head_dim, 2, group, window, 100, softcap, 1.0, *stored_as)
+        case = _case(dtype, page_size, head_dim, 2, group, window, 100, softcap)
         for rows in ROWS:
             yield partial(window_attention, *case._replace(rows=rows))

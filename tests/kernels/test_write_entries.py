@@ -6,10 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from vllm_kvevict.kernels import quantise
-from vllm_kvevict.kernels.quantise import Quantised, quantise_reference
-from vllm_kvevict.kernels.rotate_and_round import quantise as quantise_here
-from vllm_kvevict.kernels.rotate_and_round import rotate
+from vllm_kvevict.kernels import rotate_and_round
+from vllm_kvevict.kernels.quantise import Quantised, quantise_reference, rotate
 from vllm_kvevict.kernels.write_entries import reference, write_entries
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -31,11 +29,10 @@ def _case(dtype, page_size, head_dim, heads, tokens, device="cpu", seed=0):
     projection = bits(tokens, (2 + 2) * heads * head_dim)
     _, keys, values = projection.view(tokens, -1, head_dim).split([2 * heads, heads, heads], 1)
     slots = torch.randperm(count * page_size, generator=random)[: tokens * heads]
-    storage, keys, values, slots = (x.to(device) for x in (storage, keys, values, slots))
+    keys, values = keys.to(device), values.to(device)
     if dtype == torch.int8:
-        scales = torch.randn(2, tokens, heads, generator=random).to(device)
-        keys, values = map(Quantised, (keys, values), scales)
-    return storage, keys, values, slots
+        keys, values = map(Quantised, (keys, values), torch.randn(2, tokens, heads).to(device))
+    return storage.to(device), keys, values, slots.to(device)
 
 
 def _bits(tensor):
@@ -70,31 +67,22 @@ def test_what_is_refused(device, write):
         write(storage, 16, keys.half(), values.half(), slots)
     with pytest.raises(ValueError, match="adjacent"):
         write(storage, 16, keys, values.repeat_interleave(2, 2)[..., ::2], slots)
-    if write is write_entries:
-        with pytest.raises(ValueError, match="not like them"):
-            write(storage, 16, keys, quantise_reference(values, False), slots)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim, heads, tokens", [(64, 3, 40), (80, 1, 3), (256, 2, 5)])
-@pytest.mark.parametrize("is_rotated", [True, False])
-def test_quantising_equals_the_reference(device, dtype, head_dim, heads, tokens, is_rotated):
+@pytest.mark.parametrize(
+    "dtype, head_dim", [(torch.float32, 64), (torch.bfloat16, 80), (torch.bfloat16, 256)]
+)
+def test_quantising_equals_the_reference(device, dtype, head_dim):
     """Vectors that lie apart, among them zeros, numbers half-way between two steps, inf and NaN."""
-    x = torch.randn(tokens, 3 * heads, head_dim, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    x = x[:, heads : 2 * heads]
+    x = torch.randn(20, 4, head_dim, generator=torch.Generator().manual_seed(0)).to(device, dtype)[:, 1:3]
     x[0], x[1], x[1, 0, 0], x[2, 0, 1], x[2, -1, 5] = 0, 0.5, 127, torch.nan, torch.inf
-    found, expected = quantise_here(x, is_rotated), quantise_reference(x, is_rotated)
-    torch.testing.assert_close(found.scales, expected.scales, atol=0, rtol=0, equal_nan=True)
-    assert torch.equal(found.numbers, expected.numbers)
-    assert not torch.equal(found.numbers, quantise_reference(x, not is_rotated).numbers)
-
-
-def test_rotated_queries_equal_the_reference(device):
-    x = torch.randn(9, 2, 96, device=device)
-    tokens, out = torch.tensor([6, 0, 3], device=device), torch.empty(3, 2, 96, device=device)
-    assert torch.equal(rotate(x), quantise.rotate(x))
-    assert torch.equal(rotate(x, tokens, out), quantise.rotate(x)[tokens])
-    assert rotate(x.bfloat16()).dtype == torch.bfloat16 and not rotate(x[:0]).numel()
+    for is_rotated in (True, False):
+        found, expected = (how(x, is_rotated) for how in (rotate_and_round.quantise, quantise_reference))
+        torch.testing.assert_close(found.scales, expected.scales, atol=0, rtol=0, equal_nan=True)
+        assert torch.equal(found.numbers, expected.numbers)
+    which = torch.tensor([9, 0, 3], device=device)
+    rotated = rotate_and_round.rotate(x, which, torch.empty_like(x[:3]))
+    assert torch.equal(rotated, rotate(x)[which].to(dtype)) and not torch.equal(rotated, x[which])
 
 
 def launches() -> Iterator[Callable[[], object]]:
@@ -108,8 +96,6 @@ def launches() -> Iterator[Callable[[], object]]:
     ]:
         storage, keys, values, slots = _case(dtype, page_size, head_dim, 8, 4)
         yield partial(write_entries, storage, page_size, keys, values, slots)
-    for dtype, head_dim in [(torch.bfloat16, 128), (torch.float32, 80), (torch.bfloat16, 256)]:
-        x = torch.zeros(4, 8, head_dim, dtype=dtype)
-        yield from (partial(quantise_here, x, is_rotated) for is_rotated in (True, False))
-        yield partial(rotate, x)
-        yield partial(rotate, x, torch.arange(4), torch.empty_like(x))
+    x = torch.zeros(4, 8, 80, dtype=torch.bfloat16)
+    yield from (partial(rotate_and_round.quantise, x, is_rotated) for is_rotated in (True, False))
+    yield partial(rotate_and_round.rotate, x, torch.arange(4), x)

@@ -14,6 +14,7 @@ from tests.engine.served import test_lookahead as lookahead
 from tests.engine.support.conversations import conversation
 from tests.engine.support.running import CLOSE, Ask, evicting_engine, num_preemptions, run
 from tests.engine.support.v2_runner import NewProcess
+from vllm_kvevict.kernels.layout import INT8
 
 BASE: dict[str, Any] = {
     "max_num_seqs": 16,
@@ -53,6 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "eviction": {"policy_params": {"kvzip": {"kvzip_chunk": 64}}},
     },
     "lookahead": {**lookahead.SMALL, "eviction": lookahead.OPTIONS},
+    "8 bits": {**BASE, "max_num_batched_tokens": 64, "kv_cache_dtype": INT8},
 }
 SMALL = [
     Ask(70, "ada-snapkv", 0.6, max_tokens=4),
@@ -71,6 +73,7 @@ LOADS = {
     "answers": anywhere.ASKS,
     "turns": TURNS,
     "lookahead": lookahead.ASKS[::4],
+    "8 bits": SMALL,
 }
 STAGES = {"ahead": True, "pipeline_parallel_size": 2}
 
@@ -88,7 +91,7 @@ def windowed(models):
 @pytest.fixture(scope="module")
 def second(model, windowed, tmp_path_factory):
     """All cases of the V2 runner, in the background."""
-    mixed, tight, small, answers, turns, windows, later = (
+    mixed, tight, small, answers, turns, windows, later, quantised = (
         {"model": model, **SETTINGS[name]} for name in SETTINGS
     )
     process = NewProcess(
@@ -116,6 +119,7 @@ def second(model, windowed, tmp_path_factory):
                 "enable_prefix_caching": True,
             },
             {**later, "batches": [lookahead.ASKS[::4]], "ahead": True, "max_num_batched_tokens": 256},
+            {**quantised, "batches": [SMALL], "ahead": True, "gpu": True, "logits": True},
         ],
     )
     yield process
@@ -128,7 +132,7 @@ def first(model, windowed, second):
     known = {}
     for name, asks in LOADS.items():
         with evicting_engine(windowed if name == "windows" else model, **SETTINGS[name]) as llm:
-            known[name] = run(llm, asks, logits=name == "mixed")
+            known[name] = run(llm, asks, logits=name in ("mixed", "8 bits"))
             assert (num_preemptions(llm) > 0) == (name == "tight")
     return known
 
@@ -143,6 +147,7 @@ CASES = {
     "answers that are evicted": (6, "answers"),
     "PP 2, conversations": (7, "turns"),
     "lookahead": (8, "lookahead"),
+    "pages of a GPU in 8 bits": (9, "8 bits"),
 }
 
 
