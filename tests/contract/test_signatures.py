@@ -77,7 +77,7 @@ CALLED: dict[str, str] = {
     ),
     "vllm.v1.attention.ops.triton_unified_attention:unified_attention": (
         "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal block_table softcap "
-        "window_size q_descale k_descale v_descale"
+        "window_size q_descale k_descale v_descale sinks kv_quant_mode k_scale_cache v_scale_cache"
     ),
     "vllm.v1.attention.backends.registry:register_backend": "backend class_path",
     "vllm.distributed.utils:get_pp_indices": "num_hidden_layers pp_rank pp_size",
@@ -249,7 +249,7 @@ OURS: dict[tuple[str, str], tuple[list[str], str]] = {
     ("worker/cuda.py", "RaggedCUDABackend"): (
         [f"{BACKEND}:AttentionBackend"],
         "get_name get_impl_cls get_builder_cls get_supported_kernel_block_sizes supports_head_size supports_sink "
-        "supports_compute_capability",
+        "supports_compute_capability customize_spec",
     ),
     ("worker/cuda.py", "RaggedCUDABuilder"): (
         [f"{BACKEND}:AttentionMetadataBuilder"],
