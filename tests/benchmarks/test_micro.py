@@ -1,4 +1,4 @@
-"""What all names of `micro` share, floors, and parts of steps and accounts; no engine is started."""
+"""What all names of `micro` share, attention, and parts of steps and accounts; no engine is started."""
 
 import itertools
 from types import SimpleNamespace
@@ -8,17 +8,13 @@ import torch
 from vllm.platforms import current_platform
 
 from benchmarks.harness.measure import Estimate
-from benchmarks.micro import attention, breakdown, drafts, floors, steps
+from benchmarks.micro import attention, breakdown, drafts
 from benchmarks.micro.breakdown import REST, Stopwatch
 from benchmarks.micro.decode import check_steps
-from benchmarks.micro.floors import Rates, Work
 from benchmarks.micro.holding import KERNEL, OP, Holding
 from benchmarks.micro.ledger import PROMPT, decode_round, make_ledger, make_requests, make_stock
 from benchmarks.micro.loop import Cell, in_turns
 from benchmarks.micro.prompts import Prompt
-
-RATES = Rates(memory=100.0, arithmetic=1000.0)
-MACHINE = SimpleNamespace(measure=lambda: RATES)
 
 
 def test_sides_take_turns_and_the_first_round_does_not_count():
@@ -34,39 +30,6 @@ def test_ratios_are_paired():
     assert cell.ratio(0) == Estimate(2.5, 2.0, 3.0) and cell.ratio(1).median == 3.0
     assert Cell({}, pairs, over=(1, 0)).ratio(1).median == pytest.approx(1 / 3)
     assert cell.summary().keys() == {"context", "pairs", "wall", "cpu"}
-
-
-# Floors.
-
-
-def test_every_round_is_held_against_its_own_rates():
-    rates = [Rates(100.0, 1.0), Rates(50.0, 1.0), Rates(25.0, 1.0)]
-    timing = floors.summarise("copy", Work(100), [3.0, 6.0, 12.0], rates)
-    assert timing.times_floor == Estimate(3.0, 3.0, 3.0)  # the machine slowed down, not the operation
-    assert timing.floor_ms == pytest.approx(2000) and timing.bound == "memory"
-    assert floors.summarise("matrix product", Work(100, 300), [3.0], rates[:1]).floor_ms == 300_000
-
-
-def test_operations_run_again_and_again():
-    current_platform.import_kernels()
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        operations = [
-            *steps.step_operations(batch=2, context=256, share=0.2, dtype="float32"),
-            *steps.prompt_operations(context=256, chunk=64, share=0.2, dtype="float32"),
-        ]
-        timings, _ = floors.measure(operations, MACHINE, rounds=3)
-    assert len({timing.name for timing in timings}) == 14 and all(timing.ms.low > 0 for timing in timings)
-
-
-@pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4)])
-def test_attention_of_a_share_has_that_share_of_the_floor(dtype, size):
-    whole, part = (operation.work for operation in steps.step_operations(2, 512, 0.25, dtype)[:4:2])
-    assert part.moved / whole.moved == pytest.approx(0.25, abs=0.02)
-    # Nothing else than keys and values, queries and outputs.
-    entries, tokens = 2 * 513 * steps.LAYERS * steps.KV_HEADS, 2 * steps.LAYERS
-    assert whole.moved == (entries * 2 * 64 + 2 * tokens * steps.QUERY_HEADS * 64) * size
-    assert whole.flops == entries * steps.GROUP * 4 * 64
 
 
 # Attention.
