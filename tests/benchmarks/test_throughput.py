@@ -65,7 +65,7 @@ def test_every_target_can_be_met_and_missed(kind, name, at_level):
     at_level(kind[0])
     scenario = replace(throughput.SCENARIOS[name], dtype=kind[1])
     for wall, cpu, met in ((0.5, 0.5, True), (3.0, 2.0, False)):
-        run = ours(wall, cpu=cpu, peak=12 * met, preemptions=3 * (not met))
+        run = ours(wall, cpu=cpu, peak=24 * met, preemptions=3 * (not met))
         run = replace(run, decision_seconds=wall * (not met))
         sides = dict.fromkeys(scenario.sides, run_of(2.0)) | dict.fromkeys(scenario.evicting, run)
         wanted = scenario.targets(name, [sides] * 3)
