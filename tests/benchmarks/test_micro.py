@@ -56,9 +56,7 @@ def test_all_ways_to_attend_compute_the_same(dtype):
         by_op = prompt.output.clone()
         prompt.output.zero_()
         prompt.by_kernel()
-    assert [(cell.of["attention"], len(cell.pairs)) for cell in cells] == [
-        *((way, 2) for way in attention.WAYS)
-    ]
+    assert [(cell.of["attention"], len(cell.pairs)) for cell in cells] == [(way, 2) for way in attention.WAYS]
     torch.testing.assert_close(eight.output[1], wanted, atol=2e-2, rtol=2e-2)
     assert (eight.output[0] - wanted).abs().max() > 0.1  # the control: another request's
     torch.testing.assert_close(holding.output, ours, atol=2e-2, rtol=2e-2)
