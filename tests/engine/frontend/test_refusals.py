@@ -233,6 +233,12 @@ def test_what_entries_in_8_bits_are_not_combined_with(models, monkeypatch, words
         assert "and a GPU: leave" in refusal(served, kv_cache_dtype="int8_per_token_head")
 
 
+def test_entries_in_8_bits_without_a_compiler(model, monkeypatch):
+    monkeypatch.setattr(kv_dtype, "find_compiler", lambda: ([], None))
+    assert "finds no C++ compiler: install g++" in refusal(model, kv_cache_dtype="int8_per_token_head")
+    configured(model)
+
+
 @pytest.mark.parametrize("page_size, block_size", [(32, 16), (96, 128), (256, 128)])
 def test_pages_must_divide_blocks(page_size, block_size, model):
     sentence = refusal(model, block_size=block_size, kv_eviction_config={"page_size": page_size})
