@@ -192,7 +192,9 @@ def make_config(setup: Setup) -> VllmConfig:
     config.cache_config.block_size = PAGE
     config.cache_config.enable_prefix_caching = setup.prefix_caching
     config.cache_config.mamba_cache_mode = "align" if setup.states and setup.prefix_caching else "none"
-    layers = setup.shapes[0][0] if setup.is_small else 1  # a block has a place for each layer of the smallest group
+    layers = (
+        setup.shapes[0][0] if setup.is_small else 1
+    )  # a block has a place for each layer of the smallest group
     config.cache_config.num_gpu_blocks = layers * (room.pages // room.rows)
     if setup.drafts:
         config.speculative_config = SpeculativeConfig(
