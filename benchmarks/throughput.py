@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.harness import reasoning, scenarios, speculation
+from benchmarks.harness import quantised, reasoning, scenarios, speculation
 from benchmarks.harness.baseline import installed
 from benchmarks.harness.bench import measure
 from benchmarks.harness.options import (
@@ -26,7 +26,8 @@ from benchmarks.harness.scenarios import Scenario
 from benchmarks.harness.server import run_benchmark
 from vllm_kvevict.policies.registry import decoding_policies
 
-SCENARIOS: dict[str, Scenario] = {**scenarios.SCENARIOS, **reasoning.SCENARIOS, **speculation.SCENARIOS}
+MODULES = (scenarios, reasoning, quantised, speculation)
+SCENARIOS: dict[str, Scenario] = {name: one for of in MODULES for name, one in of.SCENARIOS.items()}
 SWEEP_BASE = Scenario("one thing varied", *(12, 1024, 128), pool=3)
 
 
@@ -85,7 +86,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
     scenario = replace(scenario, baseline=arguments.baseline)
     if isinstance(scenario, reasoning.LongAnswers) and scenario.policy not in decoding_policies():
         parser.error(f"--policy must evict answers: one of {', '.join(decoding_policies())}")
-    if arguments.baseline and isinstance(scenario, speculation.Copying):
+    if arguments.baseline and isinstance(scenario, quantised.Quantised | speculation.Copying):
         parser.error("--baseline belongs to other scenarios")
     return arguments, {name: scenario}
 

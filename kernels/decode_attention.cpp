@@ -359,7 +359,7 @@ void decode(const Step<M, T>& step, typename T::type* pages, const Rows& rows, i
 
 // query, output: [tokens, heads * group, head_dim]; keys, values: [tokens, heads, head_dim], their scales [tokens,
 // heads]; strides are in elements from token to token. pages.h says what pages are. starts, lengths: [slots, stride]; a
-// length is at least its request's new_tokens, which are positive. places: [sum of new_tokens], of all requests in turn.
+// length is at least its request's new_tokens, which are positive. places: [sum of new_tokens], all requests in turn.
 #define DECODE_ATTENTION(NAME, MODEL, FORMAT)                                                                      \
   extern "C" void NAME(const MODEL::type* query, int64_t query_stride, const FORMAT::type* keys,                   \
                        int64_t key_stride, const FORMAT::type* values, int64_t value_stride, MODEL::type* output,  \

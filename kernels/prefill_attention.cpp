@@ -188,16 +188,16 @@ struct Scratch {
         stored(has_prefixes ? KEYS : 0, head_dim) {}
 };
 
-// The rows of an item, rotated like keys, and zeros in those that fill the last tile. What happens to be in memory may be subnormal
-// numbers, with which a multiplication takes a hundred times as long.
+// The rows of an item, rotated like keys, and zeros in those that fill the last tile. What happens to be in memory may
+// be subnormal numbers, with which a multiplication takes a hundred times as long.
 template <class A, class T>
 void load_queries(const Step<typename A::Element, T>& step, const Item& item, int rows, typename A::Unit* query) {
   const int width = step.shape.group * step.shape.head_dim;
   auto* end = query + rows * (step.shape.head_dim / A::DEPTH);
+  std::vector<float> turned(T::SCALE ? width : 0);
   for (int i = 0; i < item.tokens; ++i) {
     const auto* from = step.query.head(step.place(item.first_token + item.before + i), item.head * width);
     if (T::SCALE) {
-      std::vector<float> turned(width);
       for (int d = 0; d < width; ++d) turned[d] = A::Elements::value(from[d]);
       for (int d = 0; d < width; d += step.shape.head_dim) rotate(&turned[d], step.shape.head_dim, step.signs);
       for (int d = 0; d < width; d += A::DEPTH) *query++ = A::unit(Scaled{turned[d]}, Scaled{turned[d + A::DEPTH - 1]});

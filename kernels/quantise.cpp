@@ -66,7 +66,7 @@ void quantise(const typename T::type* x, int64_t stride, int64_t tokens, int hea
 
 }  // namespace
 
-// x: [tokens, heads, head_dim], a multiple of LANES; stride: its elements from token to token. signs: null: no rotation.
+// x: [tokens, heads, head_dim], a multiple of LANES; stride: its elements from token to token. signs: null: no rotation
 extern "C" void quantise_float32(const float* x, int64_t stride, int64_t tokens, int heads, int head_dim,
                                  const float* signs, int8_t* numbers, float* scales) {
   quantise<Float32>(x, stride, tokens, heads, head_dim, signs, numbers, scales);

@@ -5,8 +5,8 @@
 
 namespace {
 
-// Multiply by signs, which are scaled, then by the Hadamard matrix of each block of as many dims as the largest power of
-// two that divides head_dim, which is a multiple of LANES.
+// Multiply by signs, which are scaled, then by the Hadamard matrix of each block of as many dims as the largest power
+// of two that divides head_dim, which is a multiple of LANES.
 inline void rotate(float* x, int head_dim, const float* signs) {
   for (int d = 0; d < head_dim; d += LANES) {
     Floats values = load<Floats>(x + d) * load<Floats>(signs + d);

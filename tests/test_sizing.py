@@ -15,7 +15,7 @@ from tests.engine.support.quick_starts import quick_starts
 from tests.engine.support.servers import PAGE, Setup, make_request
 from tests.engine.support.simulation import Simulation
 from vllm_kvevict import sizing
-from vllm_kvevict.engine.sizing import conversations, size
+from vllm_kvevict.engine.sizing import conversations, kept_queries, size
 from vllm_kvevict.kernels.layout import INT8
 
 LAYERS, HEADS, DIM = 4, 4, 32
@@ -46,6 +46,9 @@ def test_entries_in_8_bits_have_less_memory():
     settings = {"policy": "ada-snapkv", "budget": 0.2}
     fewer, more = (size(x, settings, 2048, 256)["at once"] for x in (whole, quantised))
     assert more / fewer == pytest.approx(4 * DIM / (2 * DIM + 8), rel=0.15)
+    # Queries are kept as they are computed.
+    (exact, _), (same, _) = (kept_queries(x, {**settings, "lookahead": 32}) for x in (whole, quantised))
+    assert exact == same > 0
 
 
 def simulate(

@@ -22,7 +22,6 @@ from benchmarks.harness.options import whole
 from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
 from benchmarks.micro import loop
-from benchmarks.micro.floors import nbytes
 from benchmarks.micro.loop import Found
 from vllm_kvevict.kernels import append_pages, compact_rows, radix_select, window_attention, write_entries
 from vllm_kvevict.kernels.paged_decode import PagedDecode
@@ -45,6 +44,11 @@ def refuse(arguments: argparse.Namespace) -> str | None:
     """What is wrong with the arguments."""
     wrong = arguments.context % PAGE or BUDGET * arguments.context <= WINDOW
     return f"--context must be a multiple of {PAGE} and above {WINDOW / BUDGET:g}" if wrong else None
+
+
+def nbytes(*tensors: Tensor) -> int:
+    """Bytes of some tensors."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def scattered_pages(rows: int, context: int) -> tuple[Tensor, Tensor]:

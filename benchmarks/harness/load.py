@@ -12,11 +12,14 @@ import numpy as np
 
 from benchmarks.harness.server import Server, ServerError, Snapshot, tail
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
+from vllm_kvevict.kernels.layout import KVLayout
 
 HEAD_DIM = 64
 """Of the benchmark models."""
 NUMBER_BYTES = {"bfloat16": 2, "float32": 4}
 """Of each dtype that a CPU benchmark can run in."""
+INT8 = "int8_per_token_head"
+"""vLLM's name of entries in 8 bits."""
 PAGE = 32
 """The default ``page_size``."""
 POLL_SECONDS = 0.2
@@ -124,7 +127,7 @@ class Run:
 
 def entry_bytes(dtype: str) -> int:
     """Key and value of one token in one layer and KV head."""
-    return 2 * HEAD_DIM * NUMBER_BYTES[dtype]
+    return KVLayout.of_heads(1, 1, 1, HEAD_DIM, dtype, is_quantised=dtype == INT8).entry_bytes
 
 
 def page_bytes(dtype: str) -> int:

@@ -19,7 +19,7 @@ NAMES = {
     "frontend": "what looking for questions and turns adds to a chat",
     "ledger": "the scheduler's page accounts and vLLM's block manager",
     "prompts": "attention of a prompt by vLLM's op and by our kernel",
-    "steps": "the project's operations, each over the least time that it can take here",
+    "quantised": "prompts and decode steps in 8 bits and in the model's dtype",
 }
 
 

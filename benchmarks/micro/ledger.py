@@ -1,7 +1,8 @@
 """The page ledger's time in the scheduler, compared with vLLM's block manager.
 
 Both managers let the same requests decode, in turn and in the same process. In every step both refuse one waiting
-request, which is when admission takes longest. Times are per running request and step.
+request, which is when admission takes longest. Times are per running request and step. Then the ledger of a model with
+other layers beside the evicted ones, with prefix caching and without.
 """
 
 import argparse
@@ -10,21 +11,35 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from rich.table import Table
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
-from benchmarks.harness.measure import Estimate, estimate
+from benchmarks.harness.measure import Estimate, estimate, paired_ratio
 from benchmarks.harness.options import whole
+from benchmarks.harness.scenarios import Target
 from benchmarks.harness.tables import table
 from benchmarks.micro.loop import Found, in_turns
 from vllm_kvevict.engine.config import Options
 from vllm_kvevict.engine.request_options import RequestOptions
 from vllm_kvevict.engine.scheduler.admission import AdmissionControl
 from vllm_kvevict.engine.scheduler.ledger import PageLedger
+from vllm_kvevict.engine.spec import BoundedAttentionSpec
 from vllm_kvevict.schedules.base import RankCapacity
 from vllm_kvevict.schedules.bounds import MemoryBounds
 from vllm_kvevict.schedules.inputs import HeadDims
@@ -32,6 +47,7 @@ from vllm_kvevict.schedules.reports import Report
 
 LAYERS, KV_HEADS, PAGE = 32, 8, 32
 PROMPT, OUTPUT = 2048, 4096
+LONGEST, BESIDE = PROMPT + PAGE + OUTPUT, 32
 STEPS = 32
 """Steps in a round: every row takes one page."""
 EVICTION = Options.parse({"policy": "ada-snapkv", "budget": 0.2, "decode_reserve": OUTPUT})
@@ -159,8 +175,90 @@ def compare(ranks: int, requests: int, rounds: int) -> dict[str, Estimate]:
     return {name: estimate(series) for name, series in times.items()}
 
 
+def _beside(kind: str, is_cached: bool) -> KVCacheConfig:
+    """As many layers of another kind beside the evicted ones, and blocks for twice what ``BESIDE`` requests take. States
+    are as large as the KV of many tokens, so that few of them are kept."""
+    shape: dict[str, Any] = {"block_size": PAGE, "num_kv_heads": KV_HEADS, "head_size": 128}
+    shape["dtype"] = torch.bfloat16
+    full = FullAttentionSpec(**shape)
+    size, mode = (16 * PAGE, "align") if is_cached else (LONGEST, "none")
+    others: dict[str, KVCacheSpec] = {
+        "windows": SlidingWindowSpec(sliding_window=1024, **shape),
+        "states": MambaSpec(
+            block_size=size, shapes=((full.page_size_bytes,),), dtypes=(torch.int8,), mamba_cache_mode=mode
+        ),
+        "a draft model": full,
+    }
+    specs = BoundedAttentionSpec.of(full, is_cached), others[kind]
+    groups = [
+        KVCacheGroupSpec([f"layers.{LAYERS * group + layer}" for layer in range(LAYERS)], spec)
+        for group, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(2 * BESIDE * LONGEST // PAGE, [], groups)
+
+
+def make_mixed(kind: str, is_cached: bool) -> tuple[PageLedger, list[Request]]:
+    """A ledger of such a model, and its requests, which have read their prompts."""
+    hasher = get_request_block_hasher(PAGE, sha256)
+    read = RequestOptions.read(EVICTION, {"kv_prefix_len": PROMPT}, PROMPT + 1)
+    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, extra_args=read.to_extra_args(None))
+    requests = [
+        Request(f"{index}", [8 + index] * (PROMPT + 1), params, None, block_hasher=hasher)
+        for index in range(BESIDE)
+    ]
+    config = _beside(kind, is_cached)
+    ledger = PageLedger(
+        config,
+        LONGEST,
+        scheduler_block_size=max(group.kv_cache_spec.block_size for group in config.kv_cache_groups),
+        hash_block_size=PAGE,
+        enable_caching=is_cached,
+        options=EVICTION,
+        control=AdmissionControl(MemoryBounds([], PAGE, 8192, 1, False), 8192, OUTPUT, LONGEST),
+        head_dims=HeadDims(128, 4),
+        blocks_kept=BESIDE,
+    )
+    pages = LAYERS * KV_HEADS * (config.num_blocks - BESIDE)
+    ledger.set_capacity({0: RankCapacity(pages, 0, LAYERS, KV_HEADS, LAYERS, KV_HEADS)})
+    choose = random.Random(0)
+    for request in requests:
+        _read(ledger, request, choose)
+        request.num_computed_tokens = PROMPT
+    ledger.next_message({})
+    return ledger, requests
+
+
+def decode_mixed(ledger: PageLedger, requests: Sequence[Request]) -> float:
+    """Microseconds per request and step of ``STEPS`` decode steps."""
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        ledger.new_step_starts()
+        for request in requests:
+            ledger.plan(request)
+            assert ledger.allocate_slots(request, 1) is not None
+            request.num_computed_tokens += 1
+            request.append_output_token_ids(7)
+    return 1e6 * (time.perf_counter() - started) / (STEPS * len(requests))
+
+
+def measure_beside(rounds: int) -> tuple[Table, list[dict[str, Any]], list[Target]]:
+    """The ledger beside each kind of other layers, with prefix caching over without."""
+    title = f"{BESIDE} requests beside other layers; us per running request and step [95 %]"
+    shown, cells, targets = table(title, ["beside"], ("cached", "not cached", "ratio")), [], []
+    init_none_hash(sha256)
+    for kind in ("windows", "states", "a draft model"):
+        sides = {str(is_cached): make_mixed(kind, is_cached) for is_cached in (True, False)}
+        times = in_turns({name: partial(decode_mixed, *side) for name, side in sides.items()}, rounds)
+        ratio = paired_ratio(times["True"], times["False"])
+        cached, plain = (estimate(times[name]) for name in sides)
+        shown.add_row(kind, str(cached), str(plain), str(ratio))
+        cells.append({"beside": kind, "cached": cached, "not cached": plain, "ratio": ratio})
+        targets.append(Target(f"ledger step beside {kind}, cached over not", ratio, 1.1, at_most=True))
+    return shown, cells, targets
+
+
 def measure(arguments: argparse.Namespace) -> Found:
-    """One rank and four, 64 requests and 256."""
+    """One rank and four, 64 requests and 256; then beside other layers."""
     title = f"{LAYERS} layers x {KV_HEADS} KV heads; us per running request and step [95 %]"
     columns = ("ledger", "vLLM blocks")
     shown, cells = table(title, ["ranks", "requests"], columns), []
@@ -168,4 +266,5 @@ def measure(arguments: argparse.Namespace) -> Found:
         one = compare(ranks, requests, arguments.rounds)
         shown.add_row(str(ranks), str(requests), str(one["ledger"]), str(one["stock"]))
         cells.append({"ranks": ranks, "requests": requests, **one})
-    return Found({"cells": cells}, [shown])
+    beside, of_kinds, targets = measure_beside(arguments.rounds)
+    return Found({"cells": cells, "beside": of_kinds}, [shown, beside], targets=targets)

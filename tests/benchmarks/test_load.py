@@ -13,7 +13,7 @@ import pytest
 from vllm.benchmarks import serve as client
 
 from benchmarks.harness import load, server
-from benchmarks.harness.load import Load, drive, entry_bytes, longest, page_bytes, summarise
+from benchmarks.harness.load import INT8, Load, drive, entry_bytes, longest, page_bytes, summarise
 from benchmarks.harness.server import ServerError, Snapshot, cpu_environment, run_benchmark
 
 KV_BYTES = 1_000_000
@@ -90,8 +90,8 @@ def test_lengths_stay_within_the_spread():
     assert {length for _, length in Load(50, 100, 1, spread=0.9).prompts()} == {1}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_run_counts_from_its_own_start(tmp_path, monkeypatch, dtype):
+@pytest.mark.parametrize("dtype, entry", [("bfloat16", 256), ("float32", 512), (INT8, 2 * 64 + 2 * 4)])
+def test_a_run_counts_from_its_own_start(tmp_path, monkeypatch, dtype, entry):
     work = Load(4, 16, 8)
     before = Snapshot(preemptions=5, evictions=7, decision_seconds=1.0, compaction_seconds=1.0)
     busy = replace(before, running=3, physical_pages=100, logical_entries=2000)
@@ -100,7 +100,7 @@ def test_a_run_counts_from_its_own_start(tmp_path, monkeypatch, dtype):
     run = run_with(monkeypatch, server, work, client_result(work), dtype=dtype)
     assert (run.wall, run.cpu, run.completed, run.output_tokens) == (2.0, 1.0, 4, 32)
     assert (run.peak_running, run.preemptions, run.evictions) == (3, 1, 4)
-    assert (run.physical_bytes, run.logical_bytes) == (100 * page_bytes(dtype), 2000 * entry_bytes(dtype))
+    assert (run.physical_bytes, run.logical_bytes) == (100 * 32 * entry, 2000 * entry)
     assert run.evict_share == pytest.approx(0.2)
     assert (run.tokens_per_second, run.tokens_per_cpu_second, run.requests_per_second) == (16, 32, 2)
     assert run.latency["e2e"] == {"mean": 0.04, "p50": 0.04, "p90": 0.04, "p99": 0.04}

@@ -1,24 +1,22 @@
-"""What all names of `micro` share, floors, and parts of steps and accounts; no engine is started."""
+"""What all names of `micro` share, attention, and parts of steps and accounts; no engine is started."""
 
 import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from vllm.platforms import current_platform
 
 from benchmarks.harness.measure import Estimate
-from benchmarks.micro import attention, breakdown, drafts, floors, steps
+from benchmarks.harness.sides import Outcome
+from benchmarks.micro import attention, breakdown, drafts, quantised
 from benchmarks.micro.breakdown import REST, Stopwatch
 from benchmarks.micro.decode import check_steps
-from benchmarks.micro.floors import Rates, Work
-from benchmarks.micro.holding import KERNEL, OP, Holding
+from benchmarks.micro.holding import EIGHT_BITS, KERNEL, LAYERS, Holding
 from benchmarks.micro.ledger import PROMPT, decode_round, make_ledger, make_requests, make_stock
 from benchmarks.micro.loop import Cell, in_turns
 from benchmarks.micro.prompts import Prompt
-
-RATES = Rates(memory=100.0, arithmetic=1000.0)
-MACHINE = SimpleNamespace(measure=lambda: RATES)
 
 
 def test_sides_take_turns_and_the_first_round_does_not_count():
@@ -36,44 +34,11 @@ def test_ratios_are_paired():
     assert cell.summary().keys() == {"context", "pairs", "wall", "cpu"}
 
 
-# Floors.
-
-
-def test_every_round_is_held_against_its_own_rates():
-    rates = [Rates(100.0, 1.0), Rates(50.0, 1.0), Rates(25.0, 1.0)]
-    timing = floors.summarise("copy", Work(100), [3.0, 6.0, 12.0], rates)
-    assert timing.times_floor == Estimate(3.0, 3.0, 3.0)  # the machine slowed down, not the operation
-    assert timing.floor_ms == pytest.approx(2000) and timing.bound == "memory"
-    assert floors.summarise("matrix product", Work(100, 300), [3.0], rates[:1]).floor_ms == 300_000
-
-
-def test_operations_run_again_and_again():
-    current_platform.import_kernels()
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        operations = [
-            *steps.step_operations(batch=2, context=256, share=0.2, dtype="float32"),
-            *steps.prompt_operations(context=256, chunk=64, share=0.2, dtype="float32"),
-        ]
-        timings, _ = floors.measure(operations, MACHINE, rounds=3)
-    assert len({timing.name for timing in timings}) == 14 and all(timing.ms.low > 0 for timing in timings)
-
-
-@pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4)])
-def test_attention_of_a_share_has_that_share_of_the_floor(dtype, size):
-    whole, part = (operation.work for operation in steps.step_operations(2, 512, 0.25, dtype)[:4:2])
-    assert part.moved / whole.moved == pytest.approx(0.25, abs=0.02)
-    # Nothing else than keys and values, queries and outputs.
-    entries, tokens = 2 * 513 * steps.LAYERS * steps.KV_HEADS, 2 * steps.LAYERS
-    assert whole.moved == (entries * 2 * 64 + 2 * tokens * steps.QUERY_HEADS * 64) * size
-    assert whole.flops == entries * steps.GROUP * 4 * 64
-
-
 # Attention.
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_both_ways_to_attend_compute_the_same(dtype):
+def test_all_ways_to_attend_compute_the_same(dtype):
     current_platform.import_kernels()
     torch.manual_seed(0)
     with torch.inference_mode():
@@ -82,14 +47,37 @@ def test_both_ways_to_attend_compute_the_same(dtype):
         holding.by_kernel()  # stores the new entries as well, so that the op finds them
         ours = holding.output.clone()
         holding.by_op()
+        eight = Holding(2, 64, 1.0, EIGHT_BITS, 1, dtype)
+        eight.by_kernel()
+        stored = (eight.cache.read(name, 1, LAYERS - 1, 65) for name in ("key", "value"))
+        wanted = scaled_dot_product_attention(eight.query[1].unsqueeze(1), *stored, enable_gqa=True)[:, 0]
         prompt = Prompt(300, getattr(torch, dtype))
         prompt.by_op()
         by_op = prompt.output.clone()
         prompt.output.zero_()
         prompt.by_kernel()
-    assert [(cell.of["attention"], len(cell.pairs)) for cell in cells] == [(OP, 2), (KERNEL, 2)]
+    assert [(cell.of["attention"], len(cell.pairs)) for cell in cells] == [(way, 2) for way in attention.WAYS]
+    torch.testing.assert_close(eight.output[1], wanted, atol=2e-2, rtol=2e-2)
+    assert (eight.output[0] - wanted).abs().max() > 0.1  # the control: another request's
     torch.testing.assert_close(holding.output, ours, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(prompt.output, by_op, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("worst, met", [(1.5, True), (1.3, False)])
+def test_8_bits_are_judged_by_the_worst_size(worst, met, at_level):
+    at_level("avx2")
+    seconds = (9.0, 3.0, 1.0), (9.0, worst, 1.0)  # of the op, our kernel, and that with 8 bits
+    cells = [Cell({}, [((9.0, 9.0), (wall, wall))] * 3) for size in seconds for wall in size]
+    (target,) = attention.targets(cells, "float32")
+    assert (target.value.median, target.met) == (worst, met) and not attention.targets(cells, "converted")
+
+
+def test_both_kinds_of_steps_are_held_against_the_models_dtype():
+    def runs(prefill, decode):
+        return [Outcome(9.0, 9.0, 1, [(prefill, 5, 1), (decode, 0, 1)])] * 3
+
+    for eight, met in ((runs(1.0, 1.0), [True, True]), (runs(1.1, 1.1), [False, False])):
+        assert [target.met for target in quantised.summary([runs(1.0, 1.0), eight]).targets] == met
 
 
 # Parts of steps, and accounts.

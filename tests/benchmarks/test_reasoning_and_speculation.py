@@ -1,5 +1,6 @@
-"""Scenarios of throughput whose answers are evicted or drafted: sides, figures and targets; no server is started."""
+"""Scenarios of throughput whose answers are evicted or drafted, or entries quantised; no server is started."""
 
+import asyncio
 import itertools
 import json
 from dataclasses import replace
@@ -8,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.harness import reasoning, scenarios, speculation
-from benchmarks.harness.scenarios import STOCK
+from benchmarks.harness import quantised, reasoning, scenarios, speculation
+from benchmarks.harness.load import INT8, entry_bytes
+from benchmarks.harness.scenarios import SPEED, STOCK
 from benchmarks.harness.sides import FIRST_WORD, VOCAB
 from benchmarks.harness.speculation import NGRAM, copying_drafter, copying_model
-from tests.benchmarks.runs import without_port
+from tests.benchmarks.runs import run_of, without_port
 
+SENT = ("bfloat16", "bfloat16", "bfloat16", INT8)
 LONG, FITS = reasoning.SCENARIOS["reasoning-long"], reasoning.SCENARIOS["reasoning-fits"]
 COPY, DRAFTED = (speculation.SCENARIOS[f"speculation-{name}"] for name in ("copy", "draft-model"))
 
@@ -34,6 +37,44 @@ def test_sides_with_long_answers_differ_in_the_eviction_only(monkeypatch, tmp_pa
         *("--kv-eviction", "ada-snapkv", "--kv-budget", "1", "--kv-decode-budget", "448"),
         *("--kv-eviction-config.decode_interval", "128", "--kv-eviction-config.decode_policy", "snapkv"),
     ]
+
+
+# Entries in 8 bits.
+
+EIGHT = quantised.SCENARIOS["quantised"]
+
+
+def test_sides_with_eviction_differ_in_dtype_or_memory(monkeypatch, tmp_path, at_level):
+    at_level("avx2")
+    stock, own, twice, eight = commands(monkeypatch, scenarios, EIGHT, tmp_path)
+    assert own == [*stock, "--kv-eviction", "ada-snapkv", "--kv-budget", "0.2"]
+    assert eight == [*own, "--kv-cache-dtype", INT8]
+    memory, more = (str(replace(EIGHT, pool=pool).kv_bytes()) for pool in (2, 4))
+    assert own.count(memory) == 1 and twice == [more if word == memory else word for word in own]
+    at_level("avx512")
+    assert EIGHT.flags(STOCK) == ["--kv-cache-dtype", "fp8"]
+
+    async def drive(*sent):
+        return sent[2:]
+
+    monkeypatch.setattr(quantised, "drive", drive)
+    sent = [asyncio.run(EIGHT.send(None, side, 1)) for side in EIGHT.sides]
+    assert sent == [(int(of), dtype) for of, dtype in zip((memory, memory, more, memory), SENT, strict=True)]
+
+
+@pytest.mark.parametrize("dtype, entry", [("bfloat16", 256), ("float32", 512)])
+def test_so_many_requests_fit_in_8_bits_by_their_sizes(dtype, entry):
+    tokens = replace(EIGHT, dtype=dtype).kv_bytes() // (32 * entry_bytes(INT8))
+    assert tokens == (2 * 2304 + 128) * entry // 136
+    fit = (tokens - 2048) / (410 + 256)
+    assert fit - 1 < quantised.AT_ONCE[dtype] < fit + 1
+
+
+def test_8_bits_are_held_against_twice_the_memory():
+    walls = dict(zip(EIGHT.sides, (4.0, 2.0, 1.0, 1.25), strict=True))
+    reached = EIGHT.ratios([{side: run_of(wall) for side, wall in walls.items()}] * 3)
+    assert [one[SPEED].median for one in reached.values()] == [2.0, 4.0, 3.2]
+    assert [one.median for one in reached[quantised.EIGHT_BITS].values()] == [3.2, 1.6, 0.8]
 
 
 # Answers that are drafted.

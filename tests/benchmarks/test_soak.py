@@ -11,27 +11,10 @@ from rich.console import Console
 
 from benchmarks.harness import soaking, traffic
 from benchmarks.harness.conversations import BLOCK, GOES_ON, WEIGHTS, Turn
-from benchmarks.harness.random_soak import (
-    MAX_LEN,
-    RandomSoak,
-    Sample,
-    baseline,
-    growth,
-)
+from benchmarks.harness.random_soak import MAX_LEN, RandomSoak, Sample, baseline, growth
 from benchmarks.harness.server import Snapshot
 from benchmarks.harness.soaking import tracebacks, until_idle
-from benchmarks.harness.traffic import (
-    BROKEN,
-    EXPECTED,
-    HUNG,
-    LEFT,
-    WRONG,
-    Answer,
-    Ask,
-    Outcome,
-    Traffic,
-    send,
-)
+from benchmarks.harness.traffic import BROKEN, EXPECTED, HUNG, LEFT, WRONG, Answer, Ask, Outcome, Traffic
 from benchmarks.soak import parse_arguments
 from tests.benchmarks.runs import missed
 from vllm_kvevict.policies import available
@@ -138,7 +121,7 @@ def test_what_becomes_of_a_request(ask, response, result):
 def outcome_of(ask: Ask, handler) -> Outcome:
     async def one() -> Outcome:
         async with httpx.AsyncClient(transport=httpx.MockTransport(handler), base_url="http://x") as client:
-            return await send(client, ask)
+            return await traffic.send(client, ask)
 
     return asyncio.run(one())
 

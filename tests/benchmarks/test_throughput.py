@@ -17,15 +17,7 @@ from benchmarks.harness.baseline import Baseline
 from benchmarks.harness.bench import Bench, summary
 from benchmarks.harness.load import Run
 from benchmarks.harness.measure import Estimate
-from benchmarks.harness.scenarios import (
-    BLOCK,
-    OVER_BASELINE,
-    SCENARIOS,
-    TARGETS,
-    Scenario,
-    Target,
-    token_bytes,
-)
+from benchmarks.harness.scenarios import OVER_BASELINE, SCENARIOS, TARGETS, Scenario, Target
 from benchmarks.latency import BASE, AtRate, panels, run_rates
 from benchmarks.latency import show as show_latency
 from benchmarks.latency import targets as latency_targets
@@ -65,7 +57,7 @@ def test_every_target_can_be_met_and_missed(kind, name, at_level):
     at_level(kind[0])
     scenario = replace(throughput.SCENARIOS[name], dtype=kind[1])
     for wall, cpu, met in ((0.5, 0.5, True), (3.0, 2.0, False)):
-        run = ours(wall, cpu=cpu, peak=12 * met, preemptions=3 * (not met))
+        run = ours(wall, cpu=cpu, peak=24 * met, preemptions=3 * (not met))
         run = replace(run, decision_seconds=wall * (not met))
         sides = dict.fromkeys(scenario.sides, run_of(2.0)) | dict.fromkeys(scenario.evicting, run)
         wanted = scenario.targets(name, [sides] * 3)
@@ -76,8 +68,8 @@ def test_every_target_can_be_met_and_missed(kind, name, at_level):
 @pytest.mark.parametrize("name", throughput.SCENARIOS)
 def test_pool_holds_as_many_full_requests_as_it_says(name, dtype):
     scenario = replace(throughput.SCENARIOS[name], dtype=dtype)
-    blocks = scenario.kv_bytes() // (BLOCK * token_bytes(dtype))
-    per_request = -(-(scenario.input_len + scenario.output_len) // BLOCK)
+    blocks = scenario.kv_bytes() // (scenarios.BLOCK * scenarios.token_bytes(dtype))
+    per_request = -(-(scenario.input_len + scenario.output_len) // scenarios.BLOCK)
     assert (blocks - 1) // per_request == scenario.pool  # vLLM keeps one block
 
 

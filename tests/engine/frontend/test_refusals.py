@@ -230,8 +230,15 @@ def test_what_entries_in_8_bits_are_not_combined_with(models, monkeypatch, words
     if settings is SKIPS:
         configured(served, kv_cache_dtype="int8_per_token_head")
         monkeypatch.setattr(kv_dtype, "this_device", lambda: devices.CUDA)
+        monkeypatch.setattr(kv_dtype, "find_compiler", lambda: ([], None))  # which a GPU's kernels need not
         configured(served, kv_cache_dtype="int8_per_token_head", dtype="bfloat16")
         assert "float16: leave" in refusal(served, kv_cache_dtype="int8_per_token_head", dtype="float16")
+
+
+def test_entries_in_8_bits_without_a_compiler(model, monkeypatch):
+    monkeypatch.setattr(kv_dtype, "find_compiler", lambda: ([], None))
+    assert "finds no C++ compiler: install g++" in refusal(model, kv_cache_dtype="int8_per_token_head")
+    configured(model)
 
 
 @pytest.mark.parametrize("page_size, block_size", [(32, 16), (96, 128), (256, 128)])

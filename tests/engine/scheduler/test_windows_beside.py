@@ -103,6 +103,25 @@ def test_what_a_draft_model_takes(drafts: int) -> None:
     assert ledger.others.pages_beside(tokens) == [most * ROWS]
 
 
+def most_at_once(**drafting: Any) -> int:
+    """Requests that run together in the memory of eight whole prompts of a model with 24 layers."""
+    shape, prompt = (24, 2), 2048
+    options = {"policy": "ada-snapkv", "budget": 0.2}
+    simulation = Simulation(Setup([shape], [48 * 8 * prompt // PAGE], 4096, options=options, **drafting))
+    for index in range(60):
+        simulation.add(make_request(f"r{index}", prompt, 128, {}))
+    simulation.run(20_000)
+    assert not sum(simulation.preemptions.values())
+    return simulation.most_running
+
+
+def test_a_draft_model_of_one_layer_leaves_room_for_most_requests() -> None:
+    without = most_at_once()
+    assert most_at_once(drafter="eagle3", drafts=3, is_small=True) >= 0.85 * without
+    # The control: one with as many layers takes more.
+    assert most_at_once(drafter="eagle3", drafts=3) < 0.6 * without
+
+
 def test_requests_that_begin_alike_share_what_a_draft_model_has() -> None:
     simulation = server(0, cached=True, **DRAFTING)
     for number in range(25):

@@ -81,6 +81,7 @@ class Setup:
         prefix_caching: whether evicted prefixes are cached; else each request is evicted.
         drafts: most draft tokens of a request and step; 0 without speculative decoding.
         drafter: by which method a draft model drafts whose KV shares the memory; "" without such KV.
+        is_small: whether the draft model has one layer; else as many as are evicted.
         window: the sliding window of as many layers beside the evicted ones, which share their memory; 0 for none.
         states: whether there are as many layers besides that remember a state of each request.
         adapters: LoRA adapters that a step may use at most; 0 without LoRA.
@@ -106,6 +107,7 @@ class Setup:
     prefix_caching: bool = False
     drafts: int = 0
     drafter: str = ""
+    is_small: bool = False
     window: int = 0
     states: bool = False
     adapters: int = 0
@@ -190,7 +192,10 @@ def make_config(setup: Setup) -> VllmConfig:
     config.cache_config.block_size = PAGE
     config.cache_config.enable_prefix_caching = setup.prefix_caching
     config.cache_config.mamba_cache_mode = "align" if setup.states and setup.prefix_caching else "none"
-    config.cache_config.num_gpu_blocks = room.pages // room.rows
+    layers = (
+        setup.shapes[0][0] if setup.is_small else 1
+    )  # a block has a place for each layer of the smallest group
+    config.cache_config.num_gpu_blocks = layers * (room.pages // room.rows)
     if setup.drafts:
         config.speculative_config = SpeculativeConfig(
             method="ngram",

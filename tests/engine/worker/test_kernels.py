@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from tests.cache.writers import layout_over
-from vllm_kvevict.engine.worker import calibration, cpu
+from vllm_kvevict.engine.config import KVEvictionError
+from vllm_kvevict.engine.devices import CPU
+from vllm_kvevict.engine.worker import attach, calibration, cpu
 from vllm_kvevict.engine.worker.timings import Times
+from vllm_kvevict.kernels import build
 from vllm_kvevict.kernels.build import BuildError
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
-from vllm_kvevict.kernels.layout import KVLayout
+from vllm_kvevict.kernels.layout import INT8, KVLayout
 from vllm_kvevict.kernels.prefill_attention import PrefillAttention
 
 
@@ -229,3 +232,25 @@ def test_both_sides_of_the_comparison_do_the_same_work(side, dtype, head_dim, he
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(*outputs, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(*storages, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("missing", ["quantise", "decode_attention", "prefill_attention", "softcap", "sinks"])
+def test_entries_in_8_bits_need_our_kernels(monkeypatch, missing):
+    compiled = build._load
+
+    def load(name, level):
+        if name == missing:
+            raise OSError("no space left")
+        return compiled(name, level)
+
+    monkeypatch.setattr(build, "_load", load)
+    layout = KVLayout.of_heads(32, 2, 2, 32, "float32", is_quantised=True)
+    storage = torch.zeros(1, layout.page_bytes, dtype=torch.int8)
+    layer = SimpleNamespace(impl=SimpleNamespace(softcap=float(missing == "softcap"), sinks=None))
+    if missing == "sinks":
+        layer.impl.sinks = torch.zeros(2)
+    with pytest.raises(KVEvictionError, match=f"{INT8}.*(no space left|soft caps).*leave"):
+        attach._pages(CPU, storage, layout, SimpleNamespace(num_speculative_tokens=0), None, layer)
+    layer.impl.softcap, layer.impl.sinks = 0.0, None
+    monkeypatch.undo()
+    attach._pages(CPU, storage, layout, SimpleNamespace(num_speculative_tokens=0), None, layer)

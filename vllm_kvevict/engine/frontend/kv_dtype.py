@@ -9,6 +9,7 @@ from vllm_kvevict.engine.devices import Device, this_device
 from vllm_kvevict.engine.layers import DRAFTERS, LayerMap
 from vllm_kvevict.engine.memory import FLOATS, layout_of
 from vllm_kvevict.kernels import decode_attention, prefill_attention
+from vllm_kvevict.kernels.build import find_compiler
 from vllm_kvevict.kernels.layout import INT8, KVLayout
 
 
@@ -43,12 +44,18 @@ def check_kv_dtype(vllm_config: Any) -> None:
 
 
 def _check_int8(vllm_config: Any) -> None:
-    """Refuse what entries in 8 bits cannot be combined with."""
+    """Refuse what entries in 8 bits cannot be combined with, and CPUs without a compiler for their kernels."""
     for words, is_given in _conflicts_of_int8(vllm_config).items():
         if is_given:
             raise KVEvictionError(
                 f"--kv-eviction cannot be combined with --kv-cache-dtype {INT8} and {words}: leave --kv-cache-dtype out"
             )
+    device = this_device()
+    if device is not None and not device.is_asynchronous and not find_compiler()[0]:
+        raise KVEvictionError(
+            f"--kv-eviction serves --kv-cache-dtype {INT8} by kernels of its own, but finds no C++ compiler: install "
+            "g++, set CXX, or leave --kv-cache-dtype out"
+        )
 
 
 def _conflicts_of_int8(vllm_config: Any) -> dict[str, bool]:

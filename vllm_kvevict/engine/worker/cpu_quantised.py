@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_kvevict.cache import PagedKVCache
 from vllm_kvevict.engine.worker.pages import InEightBits
+from vllm_kvevict.kernels.build import load
 from vllm_kvevict.kernels.decode_attention import DecodeAttention
 from vllm_kvevict.kernels.layout import KVLayout
 from vllm_kvevict.kernels.prefill_attention import FEWEST_TOKENS, PrefillAttention
@@ -37,6 +38,9 @@ class QuantisedCPUPages(InEightBits):
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         self.most_drafts = vllm_config.num_speculative_tokens
         self._quantise = Quantiser(self.dtype)
+        # Without those that attend nothing can be served either: a server is to refuse that now.
+        for kernel in ("decode_attention", "prefill_attention"):
+            load(kernel)
 
     def write(
         self,
