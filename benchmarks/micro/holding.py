@@ -78,5 +78,5 @@ class Holding:
             rows = BatchRows(
                 tables.arena, tables.row_starts, tables.kv_len, self.step.request_slots, layer * KV_HEADS
             )
-            entries = self.pages.encode(self.entries, self.entries)
-            self._kernel(self.query, *entries, self.output, rows, None, HEAD_DIM**-0.5)
+            key, value = self.pages.encode(self.entries, self.entries)
+            self._kernel(self.query, key, value, self.output, rows, None, HEAD_DIM**-0.5)
