@@ -176,8 +176,10 @@ def compare(ranks: int, requests: int, rounds: int) -> dict[str, Estimate]:
 
 
 def _beside(kind: str, is_cached: bool) -> KVCacheConfig:
-    """As many layers of another kind beside the evicted ones, and blocks for twice what ``BESIDE`` requests take. States
-    are as large as the KV of many tokens, so that few of them are kept."""
+    """As many layers of another kind beside the evicted ones, and blocks for twice what ``BESIDE`` requests take.
+
+    States are as large as the KV of many tokens, so that few of them are kept.
+    """
     shape: dict[str, Any] = {"block_size": PAGE, "num_kv_heads": KV_HEADS, "head_size": 128}
     shape["dtype"] = torch.bfloat16
     full = FullAttentionSpec(**shape)
