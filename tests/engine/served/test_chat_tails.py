@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.engine.served.test_hits import ABLE, CACHING, OPTIONS, SERVERS, chosen
+from tests.engine.served.test_hits import (
+    ABLE,
+    CACHING,
+    EIGHT_BITS,
+    OF_EACH_SCHEDULE,
+    OPTIONS,
+    ROUNDED,
+    SERVERS,
+    chosen,
+)
 from tests.engine.served.test_speculation import NGRAM
 from tests.engine.support.conversations import Part, said
 from tests.engine.support.running import Answer, Ask, assert_same, evicting_engine, metric, run, run_preempted
@@ -43,8 +52,13 @@ def led(llm: Any, policy: str) -> tuple[list[Ask], list[Answer]]:
 @pytest.fixture(scope="module")
 def read(model):
     """By policy what each turn of a conversation asks, and is answered where it reads its whole prompt."""
-    with evicting_engine(model, eviction=OPTIONS, **{**CACHING, "enable_prefix_caching": False}) as llm:
-        return {policy: led(llm, policy) for policy in ABLE}
+    return led_without_cache(model)
+
+
+def led_without_cache(model, policies=ABLE, **settings):
+    settings = {**CACHING, "enable_prefix_caching": False, **settings}
+    with evicting_engine(model, eviction=OPTIONS, **settings) as llm:
+        return {policy: led(llm, policy) for policy in policies}
 
 
 def found_so_far(llm: Any) -> Counter[str]:
@@ -81,6 +95,19 @@ def test_a_turn_goes_on_from_the_one_before(name: str, model, read) -> None:
             question = len(asks[-1].prompt) - asks[-1].turns[-1]
             again = Counter(turns=asks[-1].turns[-1], tail=(question - 1) // PAGE * PAGE)
             assert found_so_far(llm) - before == again
+
+
+@pytest.mark.engine
+def test_a_turn_in_8_bits(model) -> None:
+    """The last question and answer move with their scales."""
+    found, settings = 0, EIGHT_BITS["8 bits"]
+    read = led_without_cache(model, OF_EACH_SCHEDULE[1:5], **settings)
+    with evicting_engine(model, eviction=OPTIONS, **CACHING, **settings) as llm:
+        for asks, expected in read.values():
+            for ask, one in zip(asks, expected, strict=True):
+                assert_same([one], run(llm, [ask], logits=True, recorded=False), kept=False, **ROUNDED)
+            found, before = found_so_far(llm)["tail"], found
+            assert found > before
 
 
 @pytest.mark.engine

@@ -38,8 +38,8 @@ SERVERS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 64},
     "TP 2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 128},
     "PP 2": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 128},
-    "8 bits": {"kv_cache_dtype": INT8},
 }
+EIGHT_BITS: dict[str, dict[str, Any]] = {"8 bits": {"kv_cache_dtype": INT8}}
 ROUNDED = {"atol": 2e-3, "rtol": 2e-3}
 """Where entries are rounded, the last bits of what is rounded decide of some; unrounded ones are 3e-3 away."""
 EVICTING = [policy for policy in available() if policy != "full"]
@@ -144,16 +144,17 @@ def without_tails(monkeypatch) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize("name", SERVERS | EIGHT_BITS)
 def test_hits_say_what_misses_say(name: str, kind: str, model, read, monkeypatch) -> None:
     """First, then all once more, so that all hit, then some after a reset; conversations without tails."""
     if kind == "turns":
         without_tails(monkeypatch)
     groups, is_exact = chosen(name, kind), kind == "uncompressed"
-    kv_dtype = SERVERS[name].get("kv_cache_dtype", "auto")
+    settings = (SERVERS | EIGHT_BITS)[name]
+    kv_dtype = settings.get("kv_cache_dtype", "auto")
     missed, tolerance = read(kv_dtype), ROUNDED if kv_dtype == INT8 else CLOSE
     how = {"logits": name == "whole" or kind != "turns", "recorded": is_exact}
-    with evicting_engine(model, eviction=OPTIONS, **{**CACHING, **SERVERS[name]}) as llm:
+    with evicting_engine(model, eviction=OPTIONS, **{**CACHING, **settings}) as llm:
 
         def say(label: str, is_led: bool = False) -> int:
             """Ask a group; the tokens that it finds."""
