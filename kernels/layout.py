@@ -12,7 +12,7 @@ aside, in a tensor [pages, page_size * numbers] of its own, where an entry has t
 
 Entries in 8 bits have keys and values in int8, and a scale of each; a page of them, in bytes:
 
-    keys          [page_size, head_dim], or transposed
+    keys          [page_size, head_dim], on CPUs transposed
     key scales    [page_size], fp32
     value scales  [page_size], fp32
     values        [page_size, head_dim]

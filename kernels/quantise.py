@@ -6,12 +6,7 @@ matrix of vLLM's int4 mode, over blocks of as many dims as the largest power of 
 keeps dot products, so queries are rotated instead of keys back.
 
 Where an entry has NaN or inf, its scale is NaN or inf and its numbers are 0: whoever reads it gets NaN. A rotated key
-with an inf can become NaN.
-
-A page is int8 [page_size * (2 * head_dim + 8)], on a CPU, and on a GPU:
-
-    keys [head_dim, page_size], key scales fp32 [page_size], value scales fp32 [page_size], values [page_size, head_dim]
-    keys [page_size, head_dim], key scales fp32 [page_size], value scales fp32 [page_size], values [page_size, head_dim]
+with an inf can become NaN. :mod:`vllm_kvevict.kernels.layout` says what a page of them is.
 """
 
 import ctypes

@@ -1,6 +1,5 @@
 """Requests that hold a ragged share of a context, and a decode step of theirs: the project's cache, no engine."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ class Holding:
             storage = torch.randint(-127, 128, (pages, layout.page_bytes), dtype=torch.int8)
             for field in fields(storage, PAGE):
                 field.scales.fill_(1 / 64)
-            self.pages: Any = QuantisedCPUPages(storage, layout, SimpleNamespace(num_speculative_tokens=0))
+            self.pages: Any = QuantisedCPUPages(storage, layout)
             return PageMemory.quantised(storage, layout, self.pages.write, keys_are_transposed=True)
         storage = torch.randn(pages, layout.page_elements).to(self.dtype)
         self.pages = CPUPages(storage, layout, None)

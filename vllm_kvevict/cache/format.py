@@ -206,8 +206,8 @@ class PageMemory:
         field, numbers = self.layout[name], stored[name]
         if field.scale is None:
             return numbers
-        dtype: torch.dtype = getattr(torch, self.layout.dtype)
-        return dequantise(numbers, stored[field.scale].squeeze(-1), dtype, field.is_rotated)
+        scales, dtype = stored[field.scale].squeeze(-1), dtype_of(self.layout.computed_key)
+        return dequantise(numbers, scales, dtype, field.is_rotated)
 
     def write(self, entries: Mapping[str, torch.Tensor], entry_slots: torch.Tensor) -> None:
         """Store entries, by the names of their fields, [N, numbers] each; slots as of :data:`Write`, none negative."""

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
-
+from vllm_kvevict.cache.format import dtype_of
 from vllm_kvevict.engine.config import KVEvictionError, require_options
-from vllm_kvevict.engine.devices import Device, this_device
+from vllm_kvevict.engine.devices import CPU, this_device
 from vllm_kvevict.engine.layers import DRAFTERS, LayerMap
 from vllm_kvevict.engine.memory import FLOATS, layout_of
 from vllm_kvevict.kernels import decode_attention, prefill_attention
@@ -50,8 +49,7 @@ def _check_int8(vllm_config: Any) -> None:
             raise KVEvictionError(
                 f"--kv-eviction cannot be combined with --kv-cache-dtype {INT8} and {words}: leave --kv-cache-dtype out"
             )
-    device = this_device()
-    if device is not None and not device.is_asynchronous and not find_compiler()[0]:
+    if this_device() is CPU and not find_compiler()[0]:
         raise KVEvictionError(
             f"--kv-eviction serves --kv-cache-dtype {INT8} by kernels of its own, but finds no C++ compiler: install "
             "g++, set CXX, or leave --kv-cache-dtype out"
@@ -60,13 +58,12 @@ def _check_int8(vllm_config: Any) -> None:
 
 def _conflicts_of_int8(vllm_config: Any) -> dict[str, bool]:
     """What entries in 8 bits cannot be combined with, and whether it is given."""
-    device, layout = this_device(), layout_of(vllm_config)
-    assert device is not None
+    layout = layout_of(vllm_config)
     speculation = vllm_config.speculative_config
     method = speculation.method if speculation is not None else ""
     return {
         f"a model with heads of {layout['key'].numbers} numbers in {layout.dtype}": not _are_supported(
-            device, layout
+            layout
         ),
         "--kv-cache-dtype-skip-layers": bool(vllm_config.cache_config.kv_cache_dtype_skip_layers),
         f"speculative decoding by {method}": method in DRAFTERS,
@@ -75,10 +72,9 @@ def _conflicts_of_int8(vllm_config: Any) -> dict[str, bool]:
     }
 
 
-def _are_supported(device: Device, layout: KVLayout) -> bool:
+def _are_supported(layout: KVLayout) -> bool:
     """Whether our kernels can read pages of such entries."""
-    if device.is_asynchronous:
+    if this_device() is not CPU:
         return layout.dtype != "float16"  # weights times scales can be smaller than its smallest numbers
-    sizes = layout.page_size, layout["key"].numbers
-    dtype: torch.dtype = getattr(torch, layout.dtype)
+    dtype, sizes = dtype_of(layout.computed_key), (layout.page_size, layout["key"].numbers)
     return decode_attention.supports(dtype, *sizes) and prefill_attention.supports(dtype, *sizes)

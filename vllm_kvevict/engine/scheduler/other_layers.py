@@ -43,7 +43,8 @@ class OtherLayers:
         ]
         """Of a draft model's layers, which keep all tokens."""
         others = [x for x in manager.coordinator.single_type_managers if not is_evicted(x.kv_cache_spec)]
-        self._are_drafting = len(others) == len(self._drafting)
+        self._all_draft = len(others) == len(self._drafting)
+        """Whether there are no others but these."""
         self.snapshots, self.last_use = Snapshots(manager), LastUse(manager.block_pool)
         self._padding = 0 if blocks is None else blocks.of_others
         """Blocks that are taken for good: no request holds any yet."""
@@ -146,7 +147,7 @@ class OtherLayers:
     def has_blocks_for(self, request: Request, tokens: int) -> bool:
         """Whether a running request needs no more blocks for so many tokens, and gives none back."""
         name, needed = request.request_id, self._with_drafts(tokens)
-        return self._are_drafting and all(
+        return self._all_draft and all(
             len(manager.req_to_blocks[name]) * manager.block_size >= needed for manager in self._drafting
         )
 

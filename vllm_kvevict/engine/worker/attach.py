@@ -249,7 +249,7 @@ def _pages(
             "sinks: leave --kv-cache-dtype out"
         )
     try:
-        pages = device.load(device.quantised_pages)(storage, layout, vllm_config)
+        pages = device.load(device.quantised_pages)(storage, layout)
     except BuildError as error:
         raise KVEvictionError(
             f"--kv-eviction cannot serve --kv-cache-dtype {INT8}: {error}, or leave the flag out"

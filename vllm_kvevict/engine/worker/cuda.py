@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from vllm_kvevict.cache import PagedKVCache
+from vllm_kvevict.cache.format import dtype_of
 from vllm_kvevict.engine.config import ENGINE_DEFAULTS, KEY
 from vllm_kvevict.engine.memory import FLOATS
 from vllm_kvevict.engine.worker.attention import RaggedBuilder, RaggedImpl, block_sizes, with_scales
@@ -191,19 +192,19 @@ class CUDAPages(AsComputed, PagesInRows):
 
 
 class QuantisedCUDAPages(InEightBits, PagesInRows):
-    """The pool in 8 bits. Entries are quantised once, when their step has computed them.
+    """The pool in 8 bits.
 
     Args:
         storage: int8 [pages, page_bytes], contiguous.
         layout: of the entries.
-        vllm_config: of the server.
     """
 
     mode = KVQuantMode.INT8_PER_TOKEN_HEAD
+    store = staticmethod(write_entries)
 
-    def __init__(self, storage: Tensor, layout: KVLayout, vllm_config: Any):
+    def __init__(self, storage: Tensor, layout: KVLayout):
         self.storage, self.page_size = storage, layout.page_size
-        self.dtype = getattr(torch, layout.dtype)
+        self.dtype = dtype_of(layout.computed_key)
         keys, values = fields(storage, self.page_size, keys_are_transposed=False)
         self.key_pages, self.value_pages = keys.numbers.unsqueeze(2), values.numbers.unsqueeze(2)
         self.key_scales, self.value_scales = keys.scales.unsqueeze(2), values.scales.unsqueeze(2)
@@ -213,19 +214,6 @@ class QuantisedCUDAPages(InEightBits, PagesInRows):
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Quantised, Quantised]:
         """As of :meth:`Pages.encode`."""
         return quantise(keys, True), quantise(values, False)
-
-    def write(
-        self,
-        storage: Tensor,
-        keys: Tensor,
-        key_scales: Tensor,
-        value_scales: Tensor,
-        values: Tensor,
-        entry_slots: Tensor,
-    ) -> None:
-        """As of :meth:`Pages.write`, entries as they are stored."""
-        key, value = Quantised(keys.unsqueeze(1), key_scales), Quantised(values.unsqueeze(1), value_scales)
-        write_entries(storage, self.page_size, key, value, entry_slots)
 
     def attend(self, queries: Tensor, *arguments: Any) -> None:
         """As of :meth:`Pages.attend`."""

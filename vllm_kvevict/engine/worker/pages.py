@@ -1,7 +1,7 @@
 """What a device's pages can do; those there are: :class:`CPUPages` and :class:`CUDAPages`, and in 8 bits
 :class:`QuantisedCPUPages` and :class:`QuantisedCUDAPages`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -72,7 +72,35 @@ class Pages(Protocol):
 
 
 class InEightBits:
-    """Pages whose entries are stored as integers with scales."""
+    """Pages whose entries are stored as integers with scales. They are quantised once, when their step has computed
+    them; whoever sees them afterwards sees what is stored.
+
+    Attributes:
+        storage: int8 [pages, page_bytes], contiguous.
+        page_size: entries per page.
+        store: the device's kernel, called as :func:`vllm_kvevict.kernels.quantise.write_entries`.
+    """
+
+    storage: Tensor
+    page_size: int
+    store: Callable[[Tensor, int, Quantised, Quantised, Tensor], None]
+
+    def write(
+        self,
+        storage: Tensor,
+        keys: Tensor,
+        key_scales: Tensor,
+        value_scales: Tensor,
+        values: Tensor,
+        entry_slots: Tensor,
+    ) -> None:
+        """As of :meth:`Pages.write`, entries as they are stored."""
+        key, value = Quantised(keys.unsqueeze(1), key_scales), Quantised(values.unsqueeze(1), value_scales)
+        self.store(storage, self.page_size, key, value, entry_slots)
+
+    def append(self, keys: Quantised, values: Quantised, entry_slots: Tensor) -> None:
+        """As of :meth:`Pages.append`."""
+        self.store(self.storage, self.page_size, keys, values, entry_slots)
 
     def fields(self, keys: Quantised, values: Quantised) -> Mapping[str, Tensor]:
         """As of :meth:`Pages.fields`."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_kvevict.cache.format import dtype_of
 from vllm_kvevict.engine.worker.batch import Served
 from vllm_kvevict.policies import EvictionConfig, LayerScores, select
 from vllm_kvevict.policies.params import COMBINED_ROWS
@@ -24,7 +25,7 @@ def warm_up(runtime: "Runtime") -> None:
     n, layers, heads = 2 * window, cache.num_layers, cache.num_kv_heads
     request_slot = cache.open()
     step = cache.extend([request_slot], [n])
-    dtype: torch.dtype = getattr(torch, cache.memory.layout.dtype)
+    dtype = dtype_of(cache.memory.layout.computed_key)
     entries = cache.storage.new_zeros(n, heads, cache.head_dim, dtype=dtype)
     pages.append(*pages.encode(entries, entries), cache.entry_slots(step)[0])
     query = cache.storage.new_zeros(window, heads * runtime.rank.group, cache.head_dim, dtype=dtype)
